@@ -1,0 +1,1 @@
+"""initopt: the start-up of a TorchRec trainer as a graph of steps: recorded, checked, overlapped, measured."""
