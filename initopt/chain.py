@@ -1,0 +1,250 @@
+"""Start-up = work + wait + queue, and the chain of steps that decided it, across ranks.
+
+Read backwards from the end of the first training step: a step began when the last step it needs had ended (the chain
+goes on there), except for the time it stood ready behind others (queue). Where a rank waited in a collective, the chain
+goes on at the rank that came last. In a run without a graph the steps count as one sequence, and what ran between them,
+unrecorded, counts as work. This file does not know what would happen with other steps or other times (see `simulate`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from initopt.record import Run, Span
+
+LAST_STEP = "first_step"
+"""Every start-up ends with the span of this name: the first optimizer step on real data."""
+
+UNNAMED = "(not in a step)"
+"""Name of the links that stand for time in which a run without a graph recorded nothing."""
+
+SKEW = 0.005
+"""Seconds. Ranks that reach a collective this close together came at the same time: the clocks do not tell more."""
+
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The parts of one rank's time to first batch, in seconds. They add up to it.
+
+    `work` is the chain of steps that need each other, `wait` the part of that chain spent for slower ranks, `queue` the
+    time in which the next step of the chain was ready, but its lane or a resource was busy, or nothing had started it.
+    """
+
+    work: float
+    wait: float
+    queue: float
+
+    @property
+    def total(self) -> float:
+        """Seconds from the start of the rank's process to the end of its first training step."""
+        return self.work + self.wait + self.queue
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One step of the chain, on the rank that decided. Times are seconds, `start` on the run's common axis.
+
+    `took` is the time from `start` to where the link before this one in the list took over. `wait` of it was spent for
+    slower ranks; `waited_for` is the rank that came last and where the chain goes on, None when it stays on this rank.
+    Before `start` the step stood ready for `queue` seconds `behind` other steps (empty: nothing recorded was running).
+    """
+
+    step: str
+    rank: int
+    start: float
+    took: float
+    wait: float = 0.0
+    waited_for: int | None = None
+    queue: float = 0.0
+    behind: tuple[str, ...] = ()
+
+
+def split(run: Run, rank: int) -> Split:
+    """Work, wait and queue of one rank, read on that rank alone. Raises RecordError if it had no first batch."""
+    total = run.first_batch(rank)
+    links = _Walk(run).back(rank, crossing=False)
+    queue = sum(link.queue for link in links)
+    wait = sum(link.wait for link in links)
+    return Split(total - wait - queue, wait, queue)
+
+
+def critical_chain(run: Run) -> list[Link]:
+    """The links that decided when the slowest rank had its first batch, last link first.
+
+    Raises RecordError if no rank reached its first batch.
+    """
+    return _Walk(run).back(slowest_rank(run), crossing=True)
+
+
+def finished_ranks(run: Run) -> list[int]:
+    """The ranks that reached the end of their first training step, in order."""
+    return sorted({span.rank for span in run.spans if span.name == LAST_STEP and not span.error})
+
+
+def slowest_rank(run: Run) -> int:
+    """The rank with the longest time to first batch, the lowest on a tie. Raises ValueError if no rank got there."""
+    return max(_finished(run), key=lambda rank: (run.first_batch(rank), -rank))
+
+
+def median_rank(run: Run) -> int:
+    """The rank whose time to first batch is the median, the faster of the two middle ones for an even number.
+
+    Raises ValueError if no rank reached its first batch.
+    """
+    ranks = sorted(_finished(run), key=lambda rank: (run.first_batch(rank), rank))
+    return ranks[(len(ranks) - 1) // 2]
+
+
+def _finished(run: Run) -> list[int]:
+    ranks = finished_ranks(run)
+    if not ranks:
+        raise ValueError(f"run {run.path}: no rank reached its first batch, so there is no time to take apart")
+    return ranks
+
+
+def steps_of(run: Run, rank: int) -> list[Span]:
+    """The steps and imports of a rank that do not run inside another one of the same lane, by start."""
+    spans = [span for span in run.of_rank(rank) if span.kind != "collective"]
+    spans.sort(key=lambda span: (span.start, -span.end))
+    ends: dict[str, float] = {}
+    outer = []
+    for span in spans:
+        if span.end > ends.get(span.lane, float("-inf")) + _ROUNDING or span.end == span.start:
+            outer.append(span)
+            ends[span.lane] = span.end
+    return outer
+
+
+class _Lines:
+    """The steps of one rank, indexed for looking backwards."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self.steps = steps_of(run, rank)
+        self.by_name: dict[str, list[Span]] = {}
+        for span in self.steps:
+            self.by_name.setdefault(span.name, []).append(span)
+        self.by_end = sorted(self.steps, key=lambda span: (span.end, -span.start))
+        self._ends = [span.end for span in self.by_end]
+        self.meetings: dict[str, list[Span]] = {}
+        for span in run.of_rank(rank):
+            if span.kind == "collective":
+                self.meetings.setdefault(span.step, []).append(span)
+
+    def ended_by(self, time: float) -> Iterable[Span]:
+        """Steps that had ended at `time`, the last to end first."""
+        for at in range(bisect_right(self._ends, time + _ROUNDING) - 1, -1, -1):
+            yield self.by_end[at]
+
+    def latest(self, name: str, before: float) -> Span | None:
+        """The last span of that name that started before `before`."""
+        named = [span for span in self.by_name.get(name, ()) if span.start < before]
+        return named[-1] if named else None
+
+
+class _Walk:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.graph = run.graph
+        self._lines: dict[int, _Lines] = {}
+        self._arrivals: dict[tuple[str, int], list[Span]] | None = None
+
+    def lines(self, rank: int) -> _Lines:
+        if rank not in self._lines:
+            self._lines[rank] = _Lines(self.run, rank)
+        return self._lines[rank]
+
+    def back(self, rank: int, *, crossing: bool) -> list[Link]:
+        links: list[Link] = []
+        step: Span | None = self.lines(rank).by_name[LAST_STEP][-1]
+        until = step.end if step is not None else 0.0
+        crossed = False
+        while step is not None:
+            meeting = self._decided_elsewhere(step, until) if crossing else None
+            if meeting is not None:
+                mine, last = meeting
+                links.append(Link(step.name, rank, step.start, until - step.start, mine.wait, last.rank))
+                rank, until, crossed = last.rank, last.start, True
+                step = self._around(last)
+                if step is not None:
+                    continue
+            start = step.start if step is not None else until
+            needed = self._needed(step, rank, start)
+            ready = min(needed.end, start) if needed is not None else self.run.zero[rank]
+            behind = self._holders(step, rank, ready, start) if start - ready > SKEW else ()
+            queued = step is not None and (self.graph is not None or bool(behind))
+            if step is not None:
+                wait, queue = self._wait(step, until), start - ready if queued else 0.0
+                link = Link(step.name, rank, start, until - start, wait, None, queue, behind)
+                # The rank that came last is named by the link above: say it twice only if the step itself made it late.
+                if not crossed or link.took > SKEW or link.queue > SKEW:
+                    links.append(link)
+            if not queued and start > ready:
+                links.append(Link(UNNAMED, rank, ready, start - ready))
+            step, until, crossed = needed, ready, False
+        return links
+
+    def _decided_elsewhere(self, step: Span, until: float) -> tuple[Span, Span] | None:
+        """The last collective inside the step that waited for another rank, and that rank's call."""
+        for mine in reversed(self.lines(step.rank).meetings.get(step.name, ())):
+            if mine.wait <= SKEW or mine.start < step.start - _ROUNDING or mine.end > until + _ROUNDING:
+                continue
+            last = max(self._calls(mine), key=lambda call: call.start)
+            if last.rank != step.rank and last.start > mine.start:
+                return mine, last
+        return None
+
+    def _calls(self, mine: Span) -> list[Span]:
+        """The same meeting on the ranks that met `mine`."""
+        if self._arrivals is None:
+            self._arrivals = {}
+            for span in self.run.spans:
+                if span.kind == "collective":
+                    self._arrivals.setdefault((span.group, span.sequence), []).append(span)
+        return [call for call in self._arrivals[mine.group, mine.sequence] if call.start < mine.end] or [mine]
+
+    def _around(self, call: Span) -> Span | None:
+        """The step that issued a collective."""
+        step = self.lines(call.rank).latest(call.step, call.start + _ROUNDING)
+        return step if step is not None and step.end >= call.start else None
+
+    def _wait(self, step: Span, until: float) -> float:
+        """The wait of the part of a step that ended at `until`."""
+        if until >= step.end - _ROUNDING:
+            return min(step.wait, until - step.start)
+        waits = (c.wait for c in self.lines(step.rank).meetings.get(step.name, ()) if step.start <= c.start < until)
+        return min(sum(waits), until - step.start)
+
+    def _needed(self, step: Span | None, rank: int, start: float) -> Span | None:
+        """The step that a step starting at `start` needed last, None when it needed only the process."""
+        lines = self.lines(rank)
+        if step is not None and self.graph is not None and step.name in self.graph:
+            edges = [edge for edge in self.graph.predecessors(step.name) if edge.kind != "resource"]
+            spans = [lines.latest(edge.before, start) for edge in edges]
+            found = [span for span in spans if span is not None]
+            if found:
+                return max(found, key=lambda span: span.end)
+            # Nothing in the graph comes before it: it needs what ran before the graph began, the imports at least.
+            graph_began = min(span.start for span in lines.steps if span.name in self.graph)
+            start = min(start, graph_began)
+            return next((s for s in lines.ended_by(start) if s.name not in self.graph and s.start < start), None)
+        return next((span for span in lines.ended_by(start) if span.start < start), None)
+
+    def _holders(self, step: Span | None, rank: int, ready: float, start: float) -> tuple[str, ...]:
+        """Steps that ran on the lane or resource of a step while it stood ready, or else all that ran."""
+        running = [s for s in self.lines(rank).steps if s.start < start - _ROUNDING and s.end > ready + _ROUNDING]
+        running = [s for s in running if s is not step]
+        if step is not None:
+            running = [s for s in running if s.lane == step.lane or self._share(s.name, step.name)] or running
+        return tuple(dict.fromkeys(s.name for s in running))
+
+    def _share(self, one: str, other: str) -> bool:
+        if self.graph is None or one not in self.graph or other not in self.graph:
+            return False
+        uses = self.graph[one].uses, self.graph[other].uses
+        return bool(set(uses[0]) & set(uses[1])) or "fork" in uses[0] + uses[1]
