@@ -1,11 +1,11 @@
-"""Effective training time: the share of a job's wall time that is spent on new data, and what a shorter start-up adds to it.
+"""Effective training time: the share of a job's wall time spent on new data, and what a shorter start-up adds to it.
 
     ETT% = 1 - (time to start + failures x time to recover) / end-to-end wall time
     time to recover = time to start + lost work
 
 A start-up is paid once at the start and once more after every failure, so a second saved is saved `1 + failures` times.
-The formula holds the wall time fixed: what a start-up gives back is trained on. It does not know the times themselves (see
-`record`), and it leaves out what `NOT_COUNTED` lists.
+The formula holds the wall time fixed: what a start-up gives back is trained on. It does not know the times themselves
+(see `record`), and it leaves out what `NOT_COUNTED` lists.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 LOST_WORK = 465.0
 """Default seconds of training that a failure throws away: half the interval between two checkpoints.
 
-The interval is the one that loses least, sqrt(2 x 86,400 s x 15 s / 3) = 929.5 s, for the example of Meta's post on effective
-training time: saving blocks 15 s and a job fails 3 times a day. It is an assumption, so give your own where you know it.
+The interval is the one that loses least, sqrt(2 x 86,400 s x 15 s / 3) = 929.5 s, for the example of Meta's post on
+effective training time: saving blocks 15 s and a job fails 3 times a day. It is an assumption: give your own if you can.
 """
 
 NOT_COUNTED = (
@@ -96,8 +96,8 @@ def gain(
 ) -> tuple[Gain, ...]:
     """What each job gains when its time to start goes from `before` to `after` seconds: one `Gain` per job, in order.
 
-    `lost_work` (seconds per failure) lowers both shares alike, so the gain itself hardly depends on it. `ranks` multiplies
-    the hours given back. Raises ValueError as `ett` does, or for fewer than one rank.
+    `lost_work` (seconds per failure) lowers both shares alike, so the gain itself hardly depends on it. `ranks`
+    multiplies the hours given back. Raises ValueError as `ett` does, or for fewer than one rank.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks!r}: a job has at least one rank")
