@@ -1,0 +1,40 @@
+# The environment is .venv in this checkout; every target sets it up first, once per change of the pins.
+#
+# torch comes from whatever index pip is set to. Where that serves the CUDA build (gigabytes), a CPU-only machine can point
+# pip at an index with CPU builds first: PIP_EXTRA_INDEX_URL=... make test
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DELETE_ON_ERROR:
+.PHONY: demo test bench lint clean
+
+demo: $(READY)
+	$(BIN)/python -m benchmarks.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/python -m pytest benchmarks --timeout=1800
+	$(BIN)/python -m pytest tests -m long --timeout=1800
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks build dist
+
+# torchrec asks for the CUDA build of fbgemm-gpu, which does not load without CUDA: it is installed without its needs, and
+# requirements-cpu.txt brings the CPU build and the rest of them.
+$(READY): requirements-cpu.txt pyproject.toml Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "initopt needs Python 3.10 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements-cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.9.2
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@

@@ -1,0 +1,16 @@
+"""What every test starts from: no run root and no launcher's variables from the shell that started pytest."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+# An example that takes long on a busy machine is no failure.
+settings.register_profile("initopt", deadline=None)
+settings.load_profile("initopt")
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("INITOPT_ROOT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,26 @@
+"""The public names: sorted, importable, documented, and listed in the README under `## Names`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import initopt
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_list_is_sorted_and_complete() -> None:
+    assert initopt.__all__ == sorted(initopt.__all__)
+    assert [name for name in initopt.__all__ if not hasattr(initopt, name)] == []
+
+
+def test_each_name_says_what_it_is() -> None:
+    bare = [name for name in initopt.__all__ if callable(value := getattr(initopt, name)) and not inspect.getdoc(value)]
+    assert bare == []
+
+
+def test_the_readme_lists_the_same_names() -> None:
+    section = README.read_text().split("\n## Names\n")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^[-|] ?`(\w+)", section, flags=re.MULTILINE)) == initopt.__all__
