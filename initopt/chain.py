@@ -9,15 +9,16 @@ unrecorded, counts as work. This file does not know what would happen with other
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from initopt.record import Run, Span
+from initopt.record import FIRST_STEP
 
-LAST_STEP = "first_step"
-"""Every start-up ends with the span of this name: the first optimizer step on real data."""
+if TYPE_CHECKING:
+    from initopt.graph import Graph
+    from initopt.record import Span
+    from initopt.runs import Run
 
 UNNAMED = "(not in a step)"
 """Name of the links that stand for time in which a run without a graph recorded nothing."""
@@ -68,7 +69,7 @@ class Link:
 def split(run: Run, rank: int) -> Split:
     """Work, wait and queue of one rank, read on that rank alone. Raises RecordError if it had no first batch."""
     total = run.first_batch(rank)
-    links = _Walk(run).back(rank, crossing=False)
+    links = rank_chain(run.of_rank(rank), run.graph, zero=run.zero[rank])
     queue = sum(link.queue for link in links)
     wait = sum(link.wait for link in links)
     return Split(total - wait - queue, wait, queue)
@@ -79,12 +80,21 @@ def critical_chain(run: Run) -> list[Link]:
 
     Raises RecordError if no rank reached its first batch.
     """
-    return _Walk(run).back(slowest_rank(run), crossing=True)
+    return _Walk(run.spans, run.graph, run.zero).back(slowest_rank(run), crossing=True)
+
+
+def rank_chain(spans: Sequence[Span], graph: Graph | None, *, zero: float = 0.0) -> list[Link]:
+    """The links that decided the first batch of one rank, read on that rank alone, last link first.
+
+    `spans` are recorded or simulated ones of a single rank, `first_step` among them; `zero` is its process start.
+    """
+    rank = spans[0].rank
+    return _Walk(spans, graph, {rank: zero}).back(rank, crossing=False)
 
 
 def finished_ranks(run: Run) -> list[int]:
     """The ranks that reached the end of their first training step, in order."""
-    return sorted({span.rank for span in run.spans if span.name == LAST_STEP and not span.error})
+    return sorted({span.rank for span in run.spans if span.name == FIRST_STEP and not span.error})
 
 
 def slowest_rank(run: Run) -> int:
@@ -109,30 +119,28 @@ def _finished(run: Run) -> list[int]:
 
 
 def steps_of(run: Run, rank: int) -> list[Span]:
-    """The steps and imports of a rank that do not run inside another one of the same lane, by start."""
-    spans = [span for span in run.of_rank(rank) if span.kind != "collective"]
-    spans.sort(key=lambda span: (span.start, -span.end))
-    ends: dict[str, float] = {}
-    outer = []
-    for span in spans:
-        if span.end > ends.get(span.lane, float("-inf")) + _ROUNDING or span.end == span.start:
-            outer.append(span)
-            ends[span.lane] = span.end
-    return outer
+    """The steps and imports of a rank by start, without those that are part of another step."""
+    return outer_steps(run.of_rank(rank))
+
+
+def outer_steps(spans: Iterable[Span]) -> list[Span]:
+    """The steps and imports among the spans of one rank by start, without those that are part of another step."""
+    steps = [span for span in spans if span.kind != "collective" and not span.step]
+    return sorted(steps, key=lambda span: (span.start, -span.end))
 
 
 class _Lines:
     """The steps of one rank, indexed for looking backwards."""
 
-    def __init__(self, run: Run, rank: int) -> None:
-        self.steps = steps_of(run, rank)
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.steps = outer_steps(spans)
         self.by_name: dict[str, list[Span]] = {}
         for span in self.steps:
             self.by_name.setdefault(span.name, []).append(span)
         self.by_end = sorted(self.steps, key=lambda span: (span.end, -span.start))
         self._ends = [span.end for span in self.by_end]
         self.meetings: dict[str, list[Span]] = {}
-        for span in run.of_rank(rank):
+        for span in spans:
             if span.kind == "collective":
                 self.meetings.setdefault(span.step, []).append(span)
 
@@ -148,20 +156,25 @@ class _Lines:
 
 
 class _Walk:
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.graph = run.graph
+    def __init__(self, spans: Sequence[Span], graph: Graph | None, zero: Mapping[int, float]) -> None:
+        self.graph = graph
+        self.zero = zero
+        self._spans: dict[int, list[Span]] = {}
         self._lines: dict[int, _Lines] = {}
-        self._arrivals: dict[tuple[str, int], list[Span]] | None = None
+        self._arrivals: dict[tuple[str, int], list[Span]] = {}
+        for span in spans:
+            self._spans.setdefault(span.rank, []).append(span)
+            if span.kind == "collective":
+                self._arrivals.setdefault((span.group, span.sequence), []).append(span)
 
     def lines(self, rank: int) -> _Lines:
         if rank not in self._lines:
-            self._lines[rank] = _Lines(self.run, rank)
+            self._lines[rank] = _Lines(self._spans[rank])
         return self._lines[rank]
 
     def back(self, rank: int, *, crossing: bool) -> list[Link]:
         links: list[Link] = []
-        step: Span | None = self.lines(rank).by_name[LAST_STEP][-1]
+        step: Span | None = self.lines(rank).by_name[FIRST_STEP][-1]
         until = step.end if step is not None else 0.0
         crossed = False
         while step is not None:
@@ -175,7 +188,7 @@ class _Walk:
                     continue
             start = step.start if step is not None else until
             needed = self._needed(step, rank, start)
-            ready = min(needed.end, start) if needed is not None else self.run.zero[rank]
+            ready = min(needed.end, start) if needed is not None else self.zero[rank]
             behind = self._holders(step, rank, ready, start) if start - ready > SKEW else ()
             queued = step is not None and (self.graph is not None or bool(behind))
             if step is not None:
@@ -201,11 +214,6 @@ class _Walk:
 
     def _calls(self, mine: Span) -> list[Span]:
         """The same meeting on the ranks that met `mine`."""
-        if self._arrivals is None:
-            self._arrivals = {}
-            for span in self.run.spans:
-                if span.kind == "collective":
-                    self._arrivals.setdefault((span.group, span.sequence), []).append(span)
         return [call for call in self._arrivals[mine.group, mine.sequence] if call.start < mine.end] or [mine]
 
     def _around(self, call: Span) -> Span | None:

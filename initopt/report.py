@@ -1,0 +1,486 @@
+"""One start-up in words and tables for a terminal, and the same data as JSON. It only reads.
+
+Every view is a function from a run to a `View`: the lines to print and the data behind them. An estimate carries `~`,
+and the labels of the run (such as what was emulated) are part of every view. It does not draw on a time axis (see
+`picture`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from initopt.chain import (
+    SKEW,
+    UNNAMED,
+    Link,
+    critical_chain,
+    finished_ranks,
+    median_rank,
+    slowest_rank,
+    split,
+    steps_of,
+)
+from initopt.ett import JOBS, LOST_WORK, NOT_COUNTED, Job, ett, gain, time_to_recover
+from initopt.simulate import simulate
+
+if TYPE_CHECKING:
+    from initopt.record import Span
+    from initopt.runs import Run
+
+JSON_VERSION = 1
+"""Version of the data of every view. It changes when a key is renamed or changes its meaning, not when one is added."""
+
+LONGEST = "bold red"
+QUIET = "dim"
+_BLAME_ROWS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one command shows: `lines` for a terminal, `data` for `--json`."""
+
+    lines: tuple[Text, ...]
+    data: dict[str, Any]
+
+    @property
+    def plain(self) -> str:
+        """The lines without colour."""
+        return "\n".join(line.plain for line in self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step in `blame`, times in seconds. `slack` is None in a run without a graph."""
+
+    step: str
+    lane: str
+    took: float
+    work: float
+    wait: float
+    slack: float | None
+    note: str = ""
+
+
+def seconds(value: float) -> str:
+    """A time the way every view prints it: `104.3s`, `640ms`, `0`.
+
+    >>> seconds(104.34), seconds(0.64), seconds(0)
+    ('104.3s', '640ms', '0')
+    """
+    if abs(value) < 0.0005:
+        return "0"
+    return f"{value:.1f}s" if abs(value) >= 0.9995 else f"{1000 * value:.0f}ms"
+
+
+def planned(run: Run, rank: int) -> list[Span]:
+    """The start-up of `rank` as the run's graph would schedule it, with the recorded times and nobody waiting.
+
+    Steps outside the graph keep their place before or after it. Times are seconds from the start of the rank's process.
+    Raises ValueError for a run without a graph.
+    """
+    graph = run.graph
+    if graph is None:
+        raise ValueError(f"run {run.path} has no graph, so nothing can be planned from it")
+    recorded = steps_of(run, rank)
+    inside = [span for span in recorded if span.name in graph]
+    began = min((span.start for span in inside), default=math.inf)
+    ended = max((span.end for span in inside), default=math.inf)
+    spans, clock = [], 0.0
+    for span in recorded:
+        if span.name not in graph and span.end <= began + SKEW:
+            spans.append(replace(span, start=clock, end=clock + _work(span), wait=0.0))
+            clock = spans[-1].end
+    simulated = simulate(graph, work_of(run, rank))
+    spans += [replace(s, start=s.start + clock, end=s.end + clock, rank=rank) for s in simulated]
+    clock = max((span.end for span in spans), default=0.0)
+    for span in recorded:
+        if span.name not in graph and span.start >= ended - SKEW:
+            spans.append(replace(span, start=clock, end=clock + _work(span), wait=0.0))
+            clock = spans[-1].end
+    return spans
+
+
+def work_of(run: Run, rank: int) -> dict[str, float]:
+    """Seconds of work of every step of the run's graph on `rank`: what it took less its wait, 0 if it did not run."""
+    graph = run.graph
+    work = dict.fromkeys(graph, 0.0) if graph is not None else {}
+    for span in steps_of(run, rank):
+        if span.name in work:
+            work[span.name] += _work(span)
+    return work
+
+
+def sentence(run: Run) -> str:
+    """The start-up in one line: `first batch after 157.7s = 98.4s work + 13.5s wait + 45.8s queue`."""
+    parts = split(run, median_rank(run))
+    work, wait, queue = (seconds(part) for part in (parts.work, parts.wait, parts.queue))
+    return f"first batch after {seconds(parts.total)} = {work} work + {wait} wait + {queue} queue"
+
+
+def summary(run: Run, *, width: int = 80) -> View:
+    """The one sentence: when the first batch was done and what that time was made of."""
+    data = _about(run)
+    if not finished_ranks(run):
+        return _unfinished(run, data, width)
+    median, slowest = median_rank(run), slowest_rank(run)
+    parts = split(run, median)
+    data.update(
+        median_rank=median,
+        slowest_rank=slowest,
+        first_batch={str(rank): run.first_batch(rank) for rank in finished_ranks(run)},
+        work=parts.work,
+        wait=parts.wait,
+        queue=parts.queue,
+        total=parts.total,
+        planned=None,
+        lower_bound=None,
+    )
+    lines = _head(run, width)
+    first = Text.assemble("First batch after ", (seconds(parts.total), "bold"))
+    if len(finished_ranks(run)) > 1:
+        first.append(f" (median rank {median}; slowest, rank {slowest}: {seconds(run.first_batch(slowest))})")
+    lines.append(first)
+    meanings = (
+        ("work", parts.work, "the longest chain of steps that need each other", LONGEST),
+        ("wait", parts.wait, "for slower ranks", "yellow"),
+        ("queue", parts.queue, "ready, but the lane was busy with other steps", "cyan"),
+    )
+    for name, value, meaning, style in meanings:
+        lines.append(Text.assemble(f"{seconds(value):>9}  ", (f"{name:<6}", style), f"  {meaning}"))
+    lines.append(Text())
+    if run.graph is not None:
+        end = max(span.end for span in planned(run, median))
+        lanes = len(run.graph.lanes())
+        data["planned"] = end
+        on = f"{lanes} {'lane' if lanes == 1 else 'lanes'}"
+        lines += _wrap(f"Planned with this graph on {on}, nobody waiting: ~{seconds(end)}", width)
+    lines.append(Text(f"Recording itself cost {seconds(_own_cost(run))}", style=QUIET))
+    lines.append(_next("blame", "critical-chain", "plot"))
+    return View(tuple(lines), data)
+
+
+def blame_rows(run: Run, rank: int) -> list[Row]:
+    """The steps of one rank, the longest first."""
+    slack = run.graph.slack(work_of(run, rank)) if run.graph is not None else {}
+    rows = []
+    for span in steps_of(run, rank):
+        note = f"failed: {span.error}" if span.error else _why(run, span)
+        rows.append(
+            Row(span.name, span.lane, span.end - span.start, _work(span), span.wait, slack.get(span.name), note)
+        )
+    return sorted(rows, key=lambda row: -row.took)
+
+
+def blame(run: Run, rank: int | None = None, *, everything: bool = False, width: int = 80) -> View:
+    """The steps of one rank (the median one by default), slowest first, work and wait apart."""
+    rank = _rank(run, rank)
+    rows = blame_rows(run, rank)
+    data = {**_about(run), "rank": rank, "steps": [asdict(row) for row in rows]}
+    shown = rows if everything else rows[:_BLAME_ROWS]
+    with_slack = run.graph is not None
+    names = max([4, *(len(row.step) for row in shown)])
+    lanes = max([4, *(len(row.lane) for row in shown)])
+    left = 24 + (8 if with_slack else 0) + 2 + names + 2 + lanes + 2
+    notes = max((len(row.note) for row in shown), default=0)
+    beside = width - left - notes - 2 >= 12
+    bar = max(4, min(24, width - left - (notes + 2 if beside else 0)))
+    scale = bar / max([row.took for row in shown if row.took > 0], default=1.0)
+
+    lines = _head(run, width, f"rank {rank}")
+    slack_head = "   slack" if with_slack else ""
+    lines.append(Text(f"    took    work    wait{slack_head}  {'step':<{names}}  lane", style=QUIET))
+    for row in shown:
+        style = LONGEST if row.slack is not None and row.slack < SKEW else ""
+        line = Text(f"{seconds(row.took):>8}{seconds(row.work):>8}{_dot(row.wait):>8}")
+        if with_slack:
+            line.append(f"{'·' if row.slack is None else seconds(row.slack):>8}")
+        line.append(f"  {row.step:<{names}}", style=style)
+        line.append(f"  {row.lane:<{lanes}}  ", style=QUIET)
+        whole = max(1, round(row.took * scale)) if row.took > 0 else 0
+        waiting = min(whole, round(row.wait * scale))
+        line.append("█" * (whole - waiting), style=style or "white")
+        line.append("░" * waiting, style="yellow")
+        if row.note and beside:
+            line.append(" " * (bar - whole + 2) + row.note)
+        line.rstrip()
+        lines.append(line)
+        if row.note and not beside:
+            lines.append(Text(f"{'':>{left - lanes - names - 4}}  └ {row.note}", style=QUIET))
+    if len(rows) > len(shown):
+        rest = rows[len(shown) :]
+        more = f"{len(rest)} more {'step' if len(rest) == 1 else 'steps'}"
+        lines.append(Text(f"{more}, {seconds(sum(row.took for row in rest))} together (--all)", style=QUIET))
+    lines.append(Text())
+    legend = "█ work  ░ wait for other ranks."
+    if with_slack:
+        legend += "  slack: may grow by this much before the longest chain of the graph gets longer"
+    lines += _wrap(legend, width, QUIET)
+    lines.append(_next("critical-chain", "plot"))
+    return View(tuple(lines), data)
+
+
+def chain_view(run: Run, *, width: int = 80) -> View:
+    """The chain of steps that decided the first batch of the slowest rank, as a tree, last step first."""
+    links = critical_chain(run)
+    data = {**_about(run), "chain": [asdict(link) for link in links]}
+    total = run.first_batch(slowest_rank(run))
+    shown = [link for link in links if link.step != UNNAMED or link.took > 0.01 * total]
+    deep = 2 if 2 * len(shown) <= width // 2 else (1 if len(shown) <= width // 2 else 0)
+
+    lines = _head(run, width)
+    lines.append(Text("@ when the step began   + how long it took   ⋯ ready but queued   (rank that decided)", QUIET))
+    lines.append(Text())
+    several = len(run.headers) > 1
+    before: Link | None = None
+    for depth, link in enumerate(shown):
+        indent = " " * (deep * (depth - 1)) if depth else ""
+        line = Text(indent + ("└─" if depth else ""), style=QUIET)
+        line.append(link.step, style=LONGEST if link.step != UNNAMED else QUIET)
+        line.append(f" @{seconds(link.start)} +{seconds(link.took)}")
+        if several and (before is None or before.rank != link.rank):
+            line.append(f"  (rank {link.rank})", style="bold")
+        note = f"{seconds(link.wait)} waiting for rank {link.waited_for}" if link.waited_for is not None else ""
+        if note and run.headers[link.waited_for or 0].host != run.headers[link.rank].host:
+            note += f" (host {run.headers[link.waited_for or 0].host})"
+        under = " " * (deep * depth)
+        if note and line.cell_len + 3 + len(note) <= width:
+            line.append("   " + note, style="yellow")
+            note = ""
+        lines.append(line)
+        if note:
+            lines += [Text(under + "│ ", QUIET) + part for part in _wrap(note, width - len(under) - 2, "yellow")]
+        if link.queue > SKEW:
+            who = "behind " + ", ".join(link.behind) if link.behind else "nothing recorded was in the way"
+            for number, part in enumerate(_wrap(f"{seconds(link.queue)} {who}", width - len(under) - 4, "cyan")):
+                lines.append(Text(under + ("│ ⋯ " if number == 0 else "│   "), QUIET) + part)
+        before = link
+    lines.append(Text())
+    lines += _wrap(_decided(run, links), width)
+    lines.append(_next("blame", "plot"))
+    return View(tuple(lines), data)
+
+
+def ett_view(
+    run: Run,
+    baseline: Run | None = None,
+    *,
+    jobs: Sequence[Job] = JOBS,
+    lost_work: float = LOST_WORK,
+    width: int = 80,
+) -> View:
+    """The share of a job's wall time spent on new data with this start-up, and the gain over `baseline`."""
+    start = run.first_batch(slowest_rank(run))
+    ranks = len(run.headers)
+    data = {**_about(run), "time_to_start": start, "lost_work": lost_work, "baseline": None, "not_counted": NOT_COUNTED}
+    lines = _head(run, width)
+    lines.append(Text("ETT% = 1 - (TTS + failures x TTR) / wall", style="bold"))
+    rows: list[tuple[str, ...]]
+    if baseline is None:
+        lines += _wrap(f"TTS, worker start to first batch of the slowest rank: {seconds(start)}", width)
+        shares = [ett(job.wall, start, job.failures, time_to_recover(start, lost_work)) for job in jobs]
+        data["jobs"] = [{**asdict(job), "ett": share} for job, share in zip(jobs, shares, strict=True)]
+        rows = [("job", "failures", "ETT%")]
+        rows += [(job.name, f"{job.failures:g}", f"~{100 * s:.2f}") for job, s in zip(jobs, shares, strict=True)]
+    else:
+        before = baseline.first_batch(slowest_rank(baseline))
+        gains = gain(before, start, jobs, lost_work=lost_work, ranks=ranks)
+        data["baseline"] = {**_about(baseline), "time_to_start": before}
+        data["jobs"] = [
+            {**asdict(g.job), "before": g.before, "after": g.after, "points": g.points, "hours_back": g.hours_back}
+            for g in gains
+        ]
+        lines += [line for line in _label_lines(baseline, width) if line not in _label_lines(run, width)]
+        lines += _wrap(
+            f"TTS, worker start to first batch of the slowest rank: {seconds(before)} (run {baseline.number:04d}) -> "
+            f"{seconds(start)} (run {run.number:04d})",
+            width,
+        )
+        rows = [("job", "failures", "ETT% before -> after", "gain", "rank-hours back")]
+        for g in gains:
+            change = f"~{100 * g.before:.2f} -> {100 * g.after:.2f}"
+            rows.append((g.job.name, f"{g.job.failures:g}", change, f"{g.points:+.2f}", f"{g.hours_back:.2f}"))
+    lines += _wrap(f"TTR = TTS + {seconds(lost_work)} of lost work per failure (--lost)", width)
+    lines.append(Text())
+    lines += _table(rows)
+    lines.append(Text())
+    lines += _wrap("Start-up is paid 1 + failures times. Not counted: " + "; ".join(NOT_COUNTED) + ".", width, QUIET)
+    lines.append(_next("bench"))
+    return View(tuple(lines), data)
+
+
+def title(run: Run) -> str:
+    """Who ran what where: job, mode, ranks, hosts, number, time and commit."""
+    header = run.headers[min(run.headers)]
+    hosts = len({h.host for h in run.headers.values()})
+    began = datetime.fromtimestamp(min(h.process_start for h in run.headers.values()), timezone.utc)
+    ranks = f"{header.world_size} {'rank' if header.world_size == 1 else 'ranks'}"
+    parts = [
+        header.job,
+        header.mode,
+        f"{ranks} on {hosts} {'host' if hosts == 1 else 'hosts'}",
+        f"run {run.number:04d}",
+        f"{began:%Y-%m-%d %H:%M} UTC",
+        header.commit[:7],
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def labels(run: Run) -> tuple[str, ...]:
+    """What must be said with every number of this run, each once."""
+    return tuple(dict.fromkeys(label for header in run.headers.values() for label in header.labels))
+
+
+def _about(run: Run) -> dict[str, Any]:
+    header = run.headers[min(run.headers)]
+    return {
+        "version": JSON_VERSION,
+        "run": run.number,
+        "path": str(run.path),
+        "job": header.job,
+        "mode": header.mode,
+        "world_size": header.world_size,
+        "hosts": sorted({h.host for h in run.headers.values()}),
+        "commit": header.commit,
+        "versions": dict(header.versions or {}),
+        "labels": list(labels(run)),
+        "warnings": list(run.warnings),
+        "missing_ranks": list(run.missing_ranks),
+        "own_cost": _own_cost(run),
+    }
+
+
+def _head(run: Run, width: int, *more: str) -> list[Text]:
+    lines = _wrap(" · ".join((title(run), *more)), width, "bold")
+    lines += _label_lines(run, width)
+    for warning in run.warnings:
+        lines += _wrap(f"! {warning}", width, "yellow")
+    if run.missing_ranks:
+        lines += _wrap(f"! no record of rank {_ranks(run.missing_ranks)}", width, "yellow")
+    return [*lines, Text()]
+
+
+def _label_lines(run: Run, width: int) -> list[Text]:
+    return [line for label in labels(run) for line in _wrap(f"! {label}", width, "yellow")]
+
+
+def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
+    lines = _head(run, width)
+    lines.append(Text("No rank reached its first batch.", style=LONGEST))
+    stopped = {}
+    for rank in sorted(run.headers):
+        steps = steps_of(run, rank)
+        if steps:
+            last = max(steps, key=lambda span: (bool(span.error), span.end))
+            stopped[str(rank)] = {"step": last.name, "end": last.end - run.zero[rank], "error": last.error}
+            what = (
+                f"{last.name!r} failed with {last.error}" if last.error else f"last recorded step {last.name!r} ended"
+            )
+            lines += _wrap(f"  rank {rank}: {what} after {seconds(last.end - run.zero[rank])}", width)
+    data["stopped"] = stopped
+    lines.append(_next("blame --rank 0"))
+    return View(tuple(lines), data)
+
+
+def _own_cost(run: Run) -> float:
+    return run.own_cost
+
+
+def _rank(run: Run, rank: int | None) -> int:
+    if rank is None:
+        return median_rank(run) if finished_ranks(run) else min(run.headers)
+    if rank not in run.headers:
+        raise ValueError(f"run {run.path} has no rank {rank}; it has {_ranks(sorted(run.headers))}")
+    return rank
+
+
+def _work(span: Span) -> float:
+    return max(0.0, span.end - span.start - span.wait)
+
+
+def _why(run: Run, span: Span) -> str:
+    """For whom a step waited, and what that rank was doing."""
+    if span.wait <= SKEW:
+        return ""
+    calls = [c for c in run.of_rank(span.rank) if c.kind == "collective" and c.step == span.name]
+    mine = max(calls, key=lambda call: call.wait, default=None)
+    if mine is None:
+        return ""
+    meeting = [c for c in run.spans if c.kind == "collective" and (c.group, c.sequence) == (mine.group, mine.sequence)]
+    last = max(meeting, key=lambda call: call.start)
+    if last.rank == span.rank:
+        return ""
+    busy = [s for s in steps_of(run, last.rank) if s.start <= mine.start < s.end and s.name != span.name]
+    return f"rank {last.rank} was in {busy[-1].name}" if busy else f"last: rank {last.rank}"
+
+
+def _decided(run: Run, links: Sequence[Link]) -> str:
+    met: dict[int, int] = {}
+    for link in links:
+        if link.waited_for is not None:
+            met[link.waited_for] = met.get(link.waited_for, 0) + 1
+    said = []
+    if met:
+        rank = max(met, key=lambda r: (met[r], -r))
+        of = sum(met.values())
+        said.append(f"Rank {rank} decided {met[rank]} of {of} {'meeting' if of == 1 else 'meetings'}.")
+    elif len(run.headers) > 1:
+        said.append(f"No meeting held it up: rank {links[0].rank} decided alone.")
+    if run.graph is not None:
+        on_chain = {link.step for link in links}
+        slack = run.graph.slack(work_of(run, links[0].rank))
+        near = min((s for s in slack if s not in on_chain and slack[s] > SKEW), key=lambda s: slack[s], default=None)
+        if near is not None:
+            said.append(f"Nearest other chain: through {near}, {seconds(slack[near])} shorter.")
+    return " ".join(said)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Rank numbers in short: `0-3, 7`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def _dot(value: float) -> str:
+    return "·" if value < 0.0005 else seconds(value)
+
+
+def _next(*verbs: str) -> Text:
+    return Text("next: " + ", ".join(f"initopt {verb}" for verb in verbs), style=QUIET)
+
+
+def _wrap(text: str, width: int, style: str = "") -> list[Text]:
+    """The text in lines of at most `width` cells, broken at blanks where there are any."""
+    lines = [""]
+    for word in text.split(" "):
+        joined = f"{lines[-1]} {word}" if lines[-1] else word
+        if lines[-1].strip() and len(joined) > width:
+            lines.append(word)
+        else:
+            lines[-1] = joined
+    return [Text(line, style=style) for line in lines]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[Text]:
+    """Columns padded to their widest cell, the first to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        lines.append(Text("  ".join(cells).rstrip(), style=QUIET if number == 0 else ""))
+    return lines
+
+
+def versions(run: Run) -> Mapping[str, str]:
+    """The library versions of the lowest rank."""
+    return run.headers[min(run.headers)].versions or {}
