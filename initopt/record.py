@@ -1,15 +1,45 @@
-"""What every rank did between process start and the end of its first training step: spans, files, aligned clocks.
+"""What a rank does between process start and the end of its first training step, written down while it happens.
 
-A recorded span and a simulated one are the same type, so that every view works on both. This file does not know what the
-spans mean for the start-up (see `chain`) nor how they are shown (see `report`).
+A recorded span and a simulated one are the same type, so that every view works on both. A recorder costs the record, never
+the job: what goes wrong in it is said once, on the logger `initopt`, and recording stops. This file does not know the
+other ranks (see `runs`) nor which calls are meetings (see `hooks`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import logging
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ContextDecorator, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+if TYPE_CHECKING:
+    from io import FileIO
+
+    from initopt.graph import Graph
+    from initopt.hooks import Meeting
 
 SpanKind = Literal["import", "step", "collective"]
+Mode = Literal["stock", "serial", "overlap"]
+
+FIRST_STEP = "first_step"
+"""The step that ends a start-up: the first optimizer step on real data."""
+
+FORMAT = 1
+"""The version of the files, in every header."""
+
+_PATIENCE = 10.0
+"""Seconds that a rank waits for the number of the run. Rank 0 gives it out as soon as it gets to `Recorder.agree`."""
+
+_IMPORTED = time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +48,9 @@ class Span:
 
     In a rank's file time zero is the start of that worker's process; in a loaded `Run` it is the earliest process start of
     all ranks. `wait` is the part of the span spent for ranks that came later (known once ranks are matched), `cpu` the CPU
-    seconds of the thread. For a collective `step` is the step that issued it and `sequence` its number on its group.
+    seconds of the thread. For a collective `step` is the step that issued it and `sequence` its number on its group; for a
+    step inside another step, `step` is the outer one. With `async_op` a collective's span covers only the call that handed
+    it over, not the communication.
     """
 
     name: str
@@ -37,13 +69,15 @@ class Span:
     bytes: int = 0
     call_site: str = ""
     error: str = ""
+    async_op: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """Who recorded, where and with what. One per rank, the first line of its file.
 
-    `process_start` is unix time in seconds. `mode` is `stock`, `serial` or `overlap`. `labels` go with every number made
+    `process_start` is unix time in seconds; `zero` says where it is from: the kernel, or (where that can't be asked) the
+    first import of this file. Ranks with the same `clock` read the same clock: it is the machine's boot. `mode` is `stock`, `serial` or `overlap`. `labels` go with every number made
     from this run (for example `emulated: reader latency 4 s`).
     """
 
@@ -58,4 +92,476 @@ class Header:
     labels: tuple[str, ...] = ()
     commit: str = ""
     versions: dict[str, str] | None = None
-    format: int = 1
+    format: int = FORMAT
+    clock: str = ""
+    zero: Literal["kernel", "import"] = "kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A checksum that a rank left, to be compared with that of another run. `about` says of what."""
+
+    name: str
+    sha256: str
+    rank: int = 0
+    about: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """The last line of a rank's file. `end` and `own_cost` (what recording took) are seconds, `peak_rss` bytes.
+
+    `cpu` are the CPU seconds of the process and of its children that have been waited for.
+    """
+
+    rank: int
+    end: float
+    own_cost: float
+    peak_rss: int
+    cpu: float
+
+
+class Store(Protocol):
+    """The four calls that the recorder makes on a `torch.distributed` store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+def run_root(root: str | Path | None = None) -> Path:
+    """Where runs are kept: `root`, else the environment variable INITOPT_ROOT, else `.initopt` in the working directory."""
+    return Path(root if root is not None else os.environ.get("INITOPT_ROOT") or ".initopt")
+
+
+def run_numbers(root: Path) -> list[int]:
+    """The numbers of the runs under `root`, ascending. Empty if there is no such directory."""
+    try:
+        return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
+    except FileNotFoundError:
+        return []
+
+
+class Recorder:
+    """Writes what this rank does into one file of a numbered run.
+
+    `with Recorder("dlrm", mode="stock") as recorder:` makes it the one that `step` records into, and closes it at the end.
+    Everything may be called from any thread. `root`: see `run_root`. `keep`: that many runs stay, the oldest go. `labels`
+    and `graph` are stored with the run.
+
+    Raises ValueError for an unknown `mode` and for `keep` below 1; nothing else raises.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        *,
+        mode: Mode,
+        root: str | Path | None = None,
+        keep: int = 20,
+        labels: Iterable[str] = (),
+        graph: Graph | None = None,
+    ) -> None:
+        entered = time.perf_counter()
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode is {mode!r}: it must be one of {', '.join(get_args(Mode))}")
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: at least 1, the run that is being recorded, stays")
+        age, self._zero_from = _process_age()
+        self._zero = time.perf_counter() - age
+        self._process_start = time.time() - age
+        self._job = job
+        self._mode = mode
+        self.root = run_root(root)
+        self._keep = keep
+        self._labels = tuple(labels)
+        self._graph = graph
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._where = threading.local()
+        self._waiting: list[Span | Digest | _Group] = []
+        self._file: FileIO | None = None
+        self._run_key = ""
+        self._store: Store | None = None
+        self._stopped = False
+        self._own_cost = 0.0
+        self._before: list[Recorder | None] = []
+        self.rank = 0
+        self.world_size = 1
+        self.path: Path | None = None
+        """The directory of the run, once its number is known."""
+        imported = Span("imports", 0.0, self.now(), kind="import", cpu=time.thread_time())
+        self._write(imported, entered)
+
+    def now(self) -> float:
+        """Seconds since this process started."""
+        return time.perf_counter() - self._zero
+
+    def add(self, span: Span) -> None:
+        """Record a span whose times are those of `now`."""
+        self._write(span, time.perf_counter())
+
+    @contextmanager
+    def span(self, name: str, *, lane: str | None = None, stage: str | None = None) -> Iterator[None]:
+        """Record the block as a step. An exception leaves its type in the record and goes on.
+
+        Without a `lane` it is the one this thread is in, which is `main` for the main thread and else the thread's name.
+        """
+        with self.current_step(name, lane=lane) as outer:
+            lane = self._lane()
+            error = ""
+            cpu = time.thread_time()
+            start = self.now()
+            try:
+                yield
+            except BaseException as raised:
+                error = type(raised).__name__
+                raise
+            finally:
+                end = self.now()
+                cpu = time.thread_time() - cpu
+                self.add(Span(name, start, end, lane=lane, stage=stage, cpu=cpu, step=outer, error=error))
+
+    @contextmanager
+    def current_step(self, name: str, *, lane: str | None = None) -> Iterator[str]:
+        """Say which step this thread is in, without recording one: collectives inside belong to it.
+
+        Gives the step that the thread was in before, or "".
+        """
+        outer = self._step(), getattr(self._where, "lane", None)
+        self._where.step = name
+        self._where.lane = lane or outer[1]
+        try:
+            yield outer[0]
+        finally:
+            self._where.step, self._where.lane = outer
+
+    @contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Record the meetings of this process while the block runs. Imports torch.distributed."""
+        from initopt.hooks import watched
+
+        with watched(_Meetings(self)):
+            yield
+
+    def agree(self, rank: int, world_size: int, store: Store | None = None) -> None:
+        """Settle on the run's number with the other ranks, and write out what was recorded so far.
+
+        Rank 0 takes the next free number and hands it on through `store`, which every rank must pass (one rank alone needs
+        none). The others wait for it at most 10 s; if it comes later, their record is written when they close.
+        """
+        entered = time.perf_counter()
+        with self._fail_safe():
+            self.rank, self.world_size, self._store = rank, world_size, store
+            if store is None:
+                if world_size > 1:
+                    raise ValueError(f"rank {rank} of {world_size} has no store to learn the number of the run from")
+                self._open(self._new_run())
+            else:
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                # A second recorder of the same job must not read the first one's number.
+                turn = store.add(f"initopt/{attempt}/turn/{rank}", 1)
+                self._run_key = f"initopt/{attempt}/run/{turn}"
+                if rank == 0:
+                    number = ""
+                    try:
+                        number = self._new_run()
+                    finally:
+                        store.set(self._run_key, number)
+                    self._open(number)
+                else:
+                    self._learn_number(store)
+        with self._lock:
+            self._own_cost += time.perf_counter() - entered
+
+    def digest(self, name: str, sha256: str, **about: Any) -> None:
+        """Leave a checksum (hex) in the record, for example of the trained state. `about` must be JSON values."""
+        self._write(Digest(name, sha256, about=about), time.perf_counter())
+
+    def close(self) -> None:
+        """Write the last line. What comes later is ignored. May be called twice."""
+        with self._fail_safe():
+            if self._stopped:
+                return
+            if self._file is None and self._store is not None:
+                self._learn_number(self._store)
+            elif self._file is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+                self.agree(0, 1)
+            with self._lock:
+                if self._stopped:
+                    return
+                if self._file is None:
+                    why = "rank 0 gave out no number for the run" if self._store else "agree() was never called"
+                    raise RuntimeError(f"{why}, {len(self._waiting)} records are lost")
+                self._write_line(self._trailer())
+                self._stopped = True
+                self._file.close()
+
+    def __enter__(self) -> Recorder:
+        global _current
+        self._before.append(_current)
+        _current = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _current
+        _current = self._before.pop()
+        self.close()
+
+    def _step(self) -> str:
+        step: str = getattr(self._where, "step", "")
+        return step
+
+    def _lane(self) -> str:
+        lane: str | None = getattr(self._where, "lane", None)
+        if lane is not None:
+            return lane
+        thread = threading.current_thread()
+        return "main" if thread is threading.main_thread() else thread.name
+
+    def _write(self, record: Span | Digest | _Group, entered: float) -> None:
+        """Write or keep a record; what it took since `entered` (`time.perf_counter`) is the recorder's own cost."""
+        if self._stopped or os.getpid() != self._pid:  # a forked worker has this object, but no part in the record
+            return
+        with self._fail_safe(), self._lock:
+            if self._stopped:
+                return
+            if self._file is None:
+                self._waiting.append(record)
+            else:
+                self._write_line(record)
+            self._own_cost += time.perf_counter() - entered
+
+    @contextmanager
+    def _fail_safe(self) -> Iterator[None]:
+        """An exception ends the recording, not the job."""
+        try:
+            yield
+        except Exception as error:
+            self._stopped = True
+            self._waiting = []
+            place = self.path or self.root
+            logging.getLogger("initopt").warning(
+                "recording into %s stopped, the job goes on: %s: %s", place, type(error).__name__, error
+            )
+
+    def _learn_number(self, store: Store) -> None:
+        deadline = time.perf_counter() + _PATIENCE
+        # Asked again and again: a blocking wait would hold the store's lock, and the job's other threads need the store.
+        while not store.check([self._run_key]):
+            if time.perf_counter() > deadline:
+                return
+            time.sleep(0.002)
+        number = store.get(self._run_key).decode()
+        if number:
+            self._open(number)
+        else:
+            # Rank 0 couldn't make the run, and has said so.
+            self._stopped = True
+
+    def _new_run(self) -> str:
+        """Take the next free number: make its directory, point `latest` to it, let the oldest runs go."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        last = max(run_numbers(self.root), default=0)
+        while True:
+            last += 1
+            path = self.root / f"{last:04}"
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:  # another job took it
+                continue
+        if self._graph is not None:
+            (path / "graph.json").write_text(self._graph.to_json())
+        link = self.root / f".latest.{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        link.replace(self.root / "latest")
+        for number in run_numbers(self.root)[: -self._keep]:
+            shutil.rmtree(self.root / f"{number:04}", ignore_errors=True)
+        return path.name
+
+    def _open(self, number: str) -> None:
+        path = self.root / number
+        path.mkdir(parents=True, exist_ok=True)  # the other hosts' file systems may be their own
+        with self._lock:
+            if self._stopped:
+                return
+            # Unbuffered: a line is on its way when `add` returns, whatever happens to the process then.
+            self._file = open(path / f"rank{self.rank:05}.jsonl", "xb", buffering=0)
+            self.path = path
+            self._write_line(self._header())
+            for record in self._waiting:
+                self._write_line(record)
+            self._waiting = []
+
+    def _header(self) -> Header:
+        return Header(
+            rank=self.rank,
+            world_size=self.world_size,
+            job=self._job,
+            mode=self._mode,
+            host=platform.node(),
+            pid=self._pid,
+            process_start=self._process_start,
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            labels=self._labels,
+            commit=_commit(Path.cwd()),
+            versions=_versions(),
+            clock=_boot() or platform.node(),
+            zero=self._zero_from,
+        )
+
+    def _trailer(self) -> Trailer:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        times = os.times()
+        return Trailer(
+            rank=self.rank,
+            end=self.now(),
+            own_cost=self._own_cost,
+            peak_rss=peak if sys.platform == "darwin" else peak * 1024,
+            cpu=times.user + times.system + times.children_user + times.children_system,
+        )
+
+    def _write_line(self, record: Span | Digest | _Group | Header | Trailer) -> None:
+        import msgspec
+
+        if isinstance(record, Span):
+            line = msgspec.json.encode(replace(record, rank=self.rank))
+        else:
+            if isinstance(record, Digest):
+                record = replace(record, rank=self.rank)
+            line = msgspec.json.encode({"kind": _LINE[type(record)], **msgspec.to_builtins(record)})
+        assert self._file is not None
+        if self._file.write(line + b"\n") != len(line) + 1:
+            raise OSError("the disk is full")
+
+
+class step(ContextDecorator):
+    """Record a block, or with `@step("features")` every call of a function, as a step of the current recorder.
+
+    The current recorder is the one whose `with` block is running, on whatever thread. Without one this does nothing.
+    """
+
+    def __init__(self, name: str, stage: str | None = None) -> None:
+        self._name = name
+        self._stage = stage
+
+    def _recreate_cm(self) -> step:
+        return step(self._name, self._stage)
+
+    def __enter__(self) -> step:
+        self._span = None if _current is None else _current.span(self._name, stage=self._stage)
+        if self._span is not None:
+            self._span.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._span is not None:
+            self._span.__exit__(kind, error, trace)
+
+
+_current: Recorder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A process group and the global ranks of its members."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+_LINE = {Header: "header", Digest: "digest", _Group: "group", Trailer: "trailer"}
+
+
+class _Meetings:
+    """Turns the meetings that the hooks see into spans of a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def met(self, meeting: Meeting) -> None:
+        entered = time.perf_counter()
+        recorder = self._recorder
+        span = Span(
+            name=meeting.op,
+            start=meeting.start - recorder._zero,
+            end=meeting.end - recorder._zero,
+            lane=recorder._lane(),
+            kind="collective",
+            cpu=meeting.cpu,
+            step=recorder._step(),
+            op=meeting.op,
+            group=meeting.group,
+            sequence=meeting.sequence,
+            bytes=meeting.bytes,
+            call_site=meeting.call_site,
+            error=meeting.error,
+            async_op=meeting.async_op,
+        )
+        recorder._write(span, entered - meeting.own)
+
+    def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
+        self._recorder._write(_Group(name, ranks), time.perf_counter())
+
+
+def _process_age() -> tuple[float, Literal["kernel", "import"]]:
+    """Seconds since this process was started, and who says so. The kernel counts in ticks, of 10 ms on most machines."""
+    since_import = time.perf_counter() - _IMPORTED
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return since_import, "import"
+    return (age, "kernel") if age >= since_import else (since_import, "import")
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _commit(folder: Path) -> str:
+    """The commit that the nearest git repository has checked out, or "". Read from its files: no process is forked."""
+    for parent in (folder, *folder.parents):
+        try:
+            head = (parent / ".git" / "HEAD").read_text().strip()
+        except OSError:
+            continue
+        if not head.startswith("ref: "):
+            return head
+        ref = head.removeprefix("ref: ")
+        try:
+            return (parent / ".git" / ref).read_text().strip()
+        except OSError:
+            break
+    else:
+        return ""
+    try:
+        packed = (parent / ".git" / "packed-refs").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split()[0] for line in packed if line.endswith(f" {ref}")), "")
+
+
+def _versions() -> dict[str, str]:
+    """Of python and of what this process has imported: nothing is imported for this."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "torchrec", "fbgemm_gpu", "numpy", "initopt"):
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found
