@@ -41,7 +41,7 @@ def test_the_contracts_hold() -> None:
         ("plugins/cuda.py", "import fbgemm_gpu", "torchrec and fbgemm_gpu are imported by the torchrec plugin only"),
         ("record.py", "import rich", "rich and typer are imported by report.py and cli.py only"),
         ("report.py", "import typer", "rich and typer are imported by report.py and cli.py only"),
-        ("bench.py", "import matplotlib", "matplotlib is imported by report.py only"),
+        ("bench.py", "import matplotlib", "matplotlib is imported by picture.py only"),
         ("bench.py", "import benchmarks", "the package needs neither its benchmarks nor its tests"),
     ],
 )
