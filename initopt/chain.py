@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from initopt.record import FIRST_STEP
+from initopt.runs import RecordError
 
 if TYPE_CHECKING:
     from initopt.graph import Graph
@@ -98,14 +99,14 @@ def finished_ranks(run: Run) -> list[int]:
 
 
 def slowest_rank(run: Run) -> int:
-    """The rank with the longest time to first batch, the lowest on a tie. Raises ValueError if no rank got there."""
+    """The rank with the longest time to first batch, the lowest on a tie. Raises RecordError if no rank got there."""
     return max(_finished(run), key=lambda rank: (run.first_batch(rank), -rank))
 
 
 def median_rank(run: Run) -> int:
     """The rank whose time to first batch is the median, the faster of the two middle ones for an even number.
 
-    Raises ValueError if no rank reached its first batch.
+    Raises RecordError if no rank reached its first batch.
     """
     ranks = sorted(_finished(run), key=lambda rank: (run.first_batch(rank), rank))
     return ranks[(len(ranks) - 1) // 2]
@@ -114,7 +115,7 @@ def median_rank(run: Run) -> int:
 def _finished(run: Run) -> list[int]:
     ranks = finished_ranks(run)
     if not ranks:
-        raise ValueError(f"run {run.path}: no rank reached its first batch, so there is no time to take apart")
+        raise RecordError(run.path, f"no rank finished the step {FIRST_STEP!r}, which ends a start-up")
     return ranks
 
 
@@ -139,10 +140,24 @@ class _Lines:
             self.by_name.setdefault(span.name, []).append(span)
         self.by_end = sorted(self.steps, key=lambda span: (span.end, -span.start))
         self._ends = [span.end for span in self.by_end]
-        self.meetings: dict[str, list[Span]] = {}
-        for span in spans:
+        self._meetings: dict[tuple[str, float], list[Span]] = {}
+        for span in sorted(spans, key=lambda span: span.start):
             if span.kind == "collective":
-                self.meetings.setdefault(span.step, []).append(span)
+                step = self.around(span)
+                if step is not None:
+                    self._meetings.setdefault((step.name, step.start), []).append(span)
+
+    def meetings(self, step: Span) -> Sequence[Span]:
+        """The collectives inside a step, by start."""
+        return self._meetings.get((step.name, step.start), ())
+
+    def around(self, call: Span) -> Span | None:
+        """The step that holds a collective: the one that issued it, or that one's outer step."""
+        step = self.latest(call.step, call.start + _ROUNDING)
+        if step is None or step.end < call.start:
+            inside = (s for s in self.steps if s.lane == call.lane and s.start <= call.start <= s.end)
+            step = next(inside, None)
+        return step
 
     def ended_by(self, time: float) -> Iterable[Span]:
         """Steps that had ended at `time`, the last to end first."""
@@ -164,7 +179,7 @@ class _Walk:
         self._arrivals: dict[tuple[str, int], list[Span]] = {}
         for span in spans:
             self._spans.setdefault(span.rank, []).append(span)
-            if span.kind == "collective":
+            if span.kind == "collective" and span.sequence >= 0 and not span.async_op:
                 self._arrivals.setdefault((span.group, span.sequence), []).append(span)
 
     def lines(self, rank: int) -> _Lines:
@@ -183,7 +198,7 @@ class _Walk:
                 mine, last = meeting
                 links.append(Link(step.name, rank, step.start, until - step.start, mine.wait, last.rank))
                 rank, until, crossed = last.rank, last.start, True
-                step = self._around(last)
+                step = self.lines(rank).around(last)
                 if step is not None:
                     continue
             start = step.start if step is not None else until
@@ -204,8 +219,8 @@ class _Walk:
 
     def _decided_elsewhere(self, step: Span, until: float) -> tuple[Span, Span] | None:
         """The last collective inside the step that waited for another rank, and that rank's call."""
-        for mine in reversed(self.lines(step.rank).meetings.get(step.name, ())):
-            if mine.wait <= SKEW or mine.start < step.start - _ROUNDING or mine.end > until + _ROUNDING:
+        for mine in reversed(self.lines(step.rank).meetings(step)):
+            if mine.wait <= SKEW or mine.end > until + _ROUNDING:
                 continue
             last = max(self._calls(mine), key=lambda call: call.start)
             if last.rank != step.rank and last.start > mine.start:
@@ -216,16 +231,11 @@ class _Walk:
         """The same meeting on the ranks that met `mine`."""
         return [call for call in self._arrivals[mine.group, mine.sequence] if call.start < mine.end] or [mine]
 
-    def _around(self, call: Span) -> Span | None:
-        """The step that issued a collective."""
-        step = self.lines(call.rank).latest(call.step, call.start + _ROUNDING)
-        return step if step is not None and step.end >= call.start else None
-
     def _wait(self, step: Span, until: float) -> float:
         """The wait of the part of a step that ended at `until`."""
         if until >= step.end - _ROUNDING:
             return min(step.wait, until - step.start)
-        waits = (c.wait for c in self.lines(step.rank).meetings.get(step.name, ()) if step.start <= c.start < until)
+        waits = (c.wait for c in self.lines(step.rank).meetings(step) if step.start <= c.start < until)
         return min(sum(waits), until - step.start)
 
     def _needed(self, step: Span | None, rank: int, start: float) -> Span | None:

@@ -27,6 +27,7 @@ from initopt.chain import (
     steps_of,
 )
 from initopt.ett import JOBS, LOST_WORK, NOT_COUNTED, Job, ett, gain, time_to_recover
+from initopt.runs import RecordError
 from initopt.simulate import simulate
 
 if TYPE_CHECKING:
@@ -82,11 +83,11 @@ def planned(run: Run, rank: int) -> list[Span]:
     """The start-up of `rank` as the run's graph would schedule it, with the recorded times and nobody waiting.
 
     Steps outside the graph keep their place before or after it. Times are seconds from the start of the rank's process.
-    Raises ValueError for a run without a graph.
+    Raises RecordError for a run without a graph.
     """
     graph = run.graph
     if graph is None:
-        raise ValueError(f"run {run.path} has no graph, so nothing can be planned from it")
+        raise RecordError(run.path, "there is no graph in this run, so nothing can be planned from it")
     recorded = steps_of(run, rank)
     inside = [span for span in recorded if span.name in graph]
     began = min((span.start for span in inside), default=math.inf)
@@ -139,20 +140,22 @@ def summary(run: Run, *, width: int = 80) -> View:
         queue=parts.queue,
         total=parts.total,
         planned=None,
-        lower_bound=None,
     )
     lines = _head(run, width)
     first = Text.assemble("First batch after ", (seconds(parts.total), "bold"))
     if len(finished_ranks(run)) > 1:
         first.append(f" (median rank {median}; slowest, rank {slowest}: {seconds(run.first_batch(slowest))})")
     lines.append(first)
-    meanings = (
-        ("work", parts.work, "the longest chain of steps that need each other", LONGEST),
-        ("wait", parts.wait, "for slower ranks", "yellow"),
-        ("queue", parts.queue, "ready, but the lane was busy with other steps", "cyan"),
-    )
-    for name, value, meaning, style in meanings:
-        lines.append(Text.assemble(f"{seconds(value):>9}  ", (f"{name:<6}", style), f"  {meaning}"))
+    meaning = {
+        "work": "the longest chain of steps that need each other",
+        "wait": "for slower ranks",
+        "queue": "ready, but the lane was busy with other steps",
+    }
+    if run.graph is None:
+        meaning["work"] = "all steps, as one sequence: this run has no graph"
+        meaning["queue"] = "needs a graph, except behind steps of other threads"
+    for name, style in (("work", LONGEST), ("wait", "yellow"), ("queue", "cyan")):
+        lines.append(Text.assemble(f"{seconds(data[name]):>9}  ", (f"{name:<6}", style), f"  {meaning[name]}"))
     lines.append(Text())
     if run.graph is not None:
         end = max(span.end for span in planned(run, median))
@@ -160,7 +163,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         data["planned"] = end
         on = f"{lanes} {'lane' if lanes == 1 else 'lanes'}"
         lines += _wrap(f"Planned with this graph on {on}, nobody waiting: ~{seconds(end)}", width)
-    lines.append(Text(f"Recording itself cost {seconds(_own_cost(run))}", style=QUIET))
+    lines.append(Text(f"Recording itself cost {seconds(run.own_cost)}", style=QUIET))
     lines.append(_next("blame", "critical-chain", "plot"))
     return View(tuple(lines), data)
 
@@ -192,7 +195,9 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
     bar = max(4, min(24, width - left - (notes + 2 if beside else 0)))
     scale = bar / max([row.took for row in shown if row.took > 0], default=1.0)
 
-    lines = _head(run, width, f"rank {rank}")
+    lines = _head(run, width)
+    which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
+    lines.append(Text(f"Rank {rank}{which if len(run.headers) > 1 else ''}, the longest step first"))
     slack_head = "   slack" if with_slack else ""
     lines.append(Text(f"    took    work    wait{slack_head}  {'step':<{names}}  lane", style=QUIET))
     for row in shown:
@@ -234,7 +239,7 @@ def chain_view(run: Run, *, width: int = 80) -> View:
     deep = 2 if 2 * len(shown) <= width // 2 else (1 if len(shown) <= width // 2 else 0)
 
     lines = _head(run, width)
-    lines.append(Text("@ when the step began   + how long it took   ⋯ ready but queued   (rank that decided)", QUIET))
+    lines.append(Text("@ when it began   + how long it took   ⋯ ready but queued   (rank that decided)", QUIET))
     lines.append(Text())
     several = len(run.headers) > 1
     before: Link | None = None
@@ -279,6 +284,9 @@ def ett_view(
     ranks = len(run.headers)
     data = {**_about(run), "time_to_start": start, "lost_work": lost_work, "baseline": None, "not_counted": NOT_COUNTED}
     lines = _head(run, width)
+    if baseline is not None:
+        new = [line for line in _label_lines(baseline, width) if line not in lines]
+        lines[-1:-1] = new
     lines.append(Text("ETT% = 1 - (TTS + failures x TTR) / wall", style="bold"))
     rows: list[tuple[str, ...]]
     if baseline is None:
@@ -295,7 +303,6 @@ def ett_view(
             {**asdict(g.job), "before": g.before, "after": g.after, "points": g.points, "hours_back": g.hours_back}
             for g in gains
         ]
-        lines += [line for line in _label_lines(baseline, width) if line not in _label_lines(run, width)]
         lines += _wrap(
             f"TTS, worker start to first batch of the slowest rank: {seconds(before)} (run {baseline.number:04d}) -> "
             f"{seconds(start)} (run {run.number:04d})",
@@ -303,8 +310,8 @@ def ett_view(
         )
         rows = [("job", "failures", "ETT% before -> after", "gain", "rank-hours back")]
         for g in gains:
-            change = f"~{100 * g.before:.2f} -> {100 * g.after:.2f}"
-            rows.append((g.job.name, f"{g.job.failures:g}", change, f"{g.points:+.2f}", f"{g.hours_back:.2f}"))
+            change = f"~{100 * g.before:.2f} -> ~{100 * g.after:.2f}"
+            rows.append((g.job.name, f"{g.job.failures:g}", change, f"~{g.points:+.2f}", f"~{g.hours_back:.2g}"))
     lines += _wrap(f"TTR = TTS + {seconds(lost_work)} of lost work per failure (--lost)", width)
     lines.append(Text())
     lines += _table(rows)
@@ -351,12 +358,12 @@ def _about(run: Run) -> dict[str, Any]:
         "labels": list(labels(run)),
         "warnings": list(run.warnings),
         "missing_ranks": list(run.missing_ranks),
-        "own_cost": _own_cost(run),
+        "own_cost": run.own_cost,
     }
 
 
-def _head(run: Run, width: int, *more: str) -> list[Text]:
-    lines = _wrap(" · ".join((title(run), *more)), width, "bold")
+def _head(run: Run, width: int) -> list[Text]:
+    lines = _wrap(title(run), width, "bold")
     lines += _label_lines(run, width)
     for warning in run.warnings:
         lines += _wrap(f"! {warning}", width, "yellow")
@@ -387,15 +394,11 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
     return View(tuple(lines), data)
 
 
-def _own_cost(run: Run) -> float:
-    return run.own_cost
-
-
 def _rank(run: Run, rank: int | None) -> int:
     if rank is None:
         return median_rank(run) if finished_ranks(run) else min(run.headers)
     if rank not in run.headers:
-        raise ValueError(f"run {run.path} has no rank {rank}; it has {_ranks(sorted(run.headers))}")
+        raise RecordError(run.path, f"there is no rank {rank}; recorded are {_ranks(sorted(run.headers))}")
     return rank
 
 
@@ -407,15 +410,17 @@ def _why(run: Run, span: Span) -> str:
     """For whom a step waited, and what that rank was doing."""
     if span.wait <= SKEW:
         return ""
-    calls = [c for c in run.of_rank(span.rank) if c.kind == "collective" and c.step == span.name]
-    mine = max(calls, key=lambda call: call.wait, default=None)
+    inside = (c for c in run.of_rank(span.rank) if c.kind == "collective" and span.start <= c.start <= span.end)
+    mine = max((c for c in inside if c.lane == span.lane), key=lambda call: call.wait, default=None)
     if mine is None:
         return ""
-    meeting = [c for c in run.spans if c.kind == "collective" and (c.group, c.sequence) == (mine.group, mine.sequence)]
-    last = max(meeting, key=lambda call: call.start)
+    last = max((c for c in run.meeting(mine) if c.start <= mine.end), key=lambda call: call.start)
     if last.rank == span.rank:
         return ""
     busy = [s for s in steps_of(run, last.rank) if s.start <= mine.start < s.end and s.name != span.name]
+    if run.graph is not None and span.name in run.graph:
+        needs = {edge.before for edge in run.graph.predecessors(span.name) if edge.kind != "resource"}
+        busy = [s for s in busy if s.name in needs or s.lane == last.lane or s.kind == "import"]
     return f"rank {last.rank} was in {busy[-1].name}" if busy else f"last: rank {last.rank}"
 
 
@@ -436,7 +441,7 @@ def _decided(run: Run, links: Sequence[Link]) -> str:
         slack = run.graph.slack(work_of(run, links[0].rank))
         near = min((s for s in slack if s not in on_chain and slack[s] > SKEW), key=lambda s: slack[s], default=None)
         if near is not None:
-            said.append(f"Nearest other chain: through {near}, {seconds(slack[near])} shorter.")
+            said.append(f"Nearest other chain of the graph: through {near}, {seconds(slack[near])} shorter.")
     return " ".join(said)
 
 

@@ -1,0 +1,155 @@
+"""Start-ups that never ran: three ranks with round figures, written as the recorder writes them.
+
+Rank 2 imports slowly and rank 0 plans for all, so that the chain of the slowest rank crosses ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from initopt.graph import Graph, Step
+from initopt.record import Digest, Header, Span, Trailer
+
+BORN = 1_795_857_240.0
+"""Unix time of the first process start: 2026-11-28 09:14 UTC."""
+
+GRAPH = Graph(
+    [
+        Step("process_group", lane="comms", stage="process_group_init"),
+        Step("reader", lane="io:data", stage="get_first_batch_data"),
+        Step("model", uses=("rng",), stage="train_module_creation"),
+        Step("plan", needs=("model",), after=("process_group",), stage="pre_train"),
+        Step("plan.broadcast", needs=("plan",), lane="comms", stage="pre_train"),
+        Step("shard", needs=("model", "plan.broadcast"), uses=("rng",), stage="pre_train"),
+        Step("compile", needs=("model",), lane="process:compile", stage="pre_train"),
+        Step("optimizer", needs=("shard",), stage="pre_train"),
+        Step("first_step", needs=("optimizer", "compile", "reader"), stage="get_first_batch_data"),
+    ],
+    name="dlrm",
+)
+
+WORK: dict[str, tuple[float, float, float]] = {
+    "imports": (3.0, 3.2, 4.5),
+    "process_group": (0.6, 0.6, 0.6),
+    "reader": (5.0, 5.2, 5.1),
+    "model": (2.0, 2.0, 2.0),
+    "plan": (3.0, 0.1, 0.1),
+    "plan.broadcast": (0.04, 0.04, 0.04),
+    "shard": (2.5, 2.5, 2.6),
+    "compile": (6.0, 6.0, 6.0),
+    "optimizer": (0.2, 0.2, 0.2),
+    "first_step": (0.5, 0.5, 0.5),
+}
+"""Seconds of work of each step on each rank, without waiting."""
+
+MEETS = {"process_group": "init_process_group", "plan.broadcast": "broadcast", "shard": "barrier"}
+"""The collective at the end of a step, which it leaves 20 ms after the last rank came."""
+
+
+def serial_spans() -> list[list[Span]]:
+    """The spans of every rank when all steps run one after the other on the main thread, in the graph's order."""
+    now = [0.0, 0.0, 0.0]
+    spans: list[list[Span]] = [[], [], []]
+    for sequence, name in enumerate(["imports", *GRAPH.order()]):
+        came = [now[rank] + WORK[name][rank] for rank in range(3)]
+        for rank in range(3):
+            start, end = now[rank], came[rank]
+            if name in MEETS:
+                end = max(came) + 0.02
+                spans[rank].append(_meeting(name, sequence, came[rank], end, rank, "main"))
+            spans[rank].append(_step(name, start, end, rank, "main"))
+            now[rank] = end
+    return spans
+
+
+def overlapped_spans() -> list[list[Span]]:
+    """The spans of every rank when each step runs on its lane as soon as it can."""
+    ends: list[dict[str, float]] = [{}, {}, {}]
+    free: list[dict[str, float]] = [{}, {}, {}]
+    spans: list[list[Span]] = [[], [], []]
+    for rank in range(3):
+        spans[rank].append(_step("imports", 0.0, WORK["imports"][rank], rank, "main"))
+    for sequence, name in enumerate(GRAPH.order()):
+        lane = GRAPH[name].lane
+        starts = []
+        for rank in range(3):
+            ready = [ends[rank][edge.before] for edge in GRAPH.predecessors(name)]
+            starts.append(max([WORK["imports"][rank], free[rank].get(lane, 0.0), *ready]))
+        came = [starts[rank] + WORK[name][rank] for rank in range(3)]
+        for rank in range(3):
+            end = came[rank]
+            if name in MEETS:
+                end = max(came) + 0.02
+                spans[rank].append(_meeting(name, sequence, came[rank], end, rank, lane))
+            spans[rank].append(_step(name, starts[rank], end, rank, lane))
+            ends[rank][name] = free[rank][lane] = end
+    return spans
+
+
+def write_run(
+    root: Path,
+    spans: Iterable[Iterable[Span]],
+    *,
+    number: int = 7,
+    mode: str = "serial",
+    graph: Graph | None = GRAPH,
+    labels: tuple[str, ...] = (),
+    digests: Mapping[str, str] | None = None,
+    world_size: int | None = None,
+) -> Path:
+    """Write a run under `root` and give its directory."""
+    path = root / f"{number:04}"
+    path.mkdir(parents=True)
+    ranks = [list(of_rank) for of_rank in spans]
+    for rank, of_rank in enumerate(ranks):
+        host = "trn-01" if rank < 2 else "trn-02"
+        header = Header(
+            rank=rank,
+            world_size=world_size or len(ranks),
+            job="dlrm",
+            mode=mode,
+            host=host,
+            pid=1000 + rank,
+            process_start=BORN,
+            cores=8,
+            labels=labels,
+            commit="3f9c2e1d0b7a",
+            versions={"python": "3.11.7", "torch": "2.13.0", "torchrec": "1.9.2", "initopt": "0.1.0"},
+            clock="one clock",
+        )
+        trailer = Trailer(rank, max((span.end for span in of_rank), default=0.0), 0.012, 2**30, 9.5)
+        lines = [{"kind": "header", **asdict(header)}]
+        lines += [asdict(replace(span, rank=rank, wait=0.0)) for span in of_rank]
+        for name, sha256 in (digests or {}).items():
+            lines.append({"kind": "digest", **asdict(Digest(name, sha256, rank))})
+        lines.append({"kind": "trailer", **asdict(trailer)})
+        (path / f"rank{rank:05}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if graph is not None:
+        (path / "graph.json").write_text(graph.to_json())
+    return path
+
+
+def _step(name: str, start: float, end: float, rank: int, lane: str) -> Span:
+    kind = "import" if name == "imports" else "step"
+    site = "" if name == "imports" else f"train.py:{10 + 7 * list(WORK).index(name)}"
+    return Span(name, start, end, rank, lane, kind, call_site=site)  # type: ignore[arg-type]
+
+
+def _meeting(step: str, sequence: int, start: float, end: float, rank: int, lane: str) -> Span:
+    op = MEETS[step]
+    return Span(
+        op,
+        start,
+        end,
+        rank,
+        lane,
+        "collective",
+        step=step,
+        op=op,
+        group="world",
+        sequence=sequence,
+        call_site="train.py:99",
+    )
