@@ -1,9 +1,9 @@
 """Which calls of torch.distributed are meetings of ranks, and how they are seen while they happen.
 
-Every module-level name that is bound to such a function is replaced by one that reports the call, and put back at the end.
+Every module-level name that is bound to such a function is bound to one that reports the call, and put back at the end.
 Only the outermost call counts: what it calls itself is part of it. What a trainer starts from C++ (the gradient
-all-reduce of DDP) or on a `ProcessGroup` object is not seen, nor are messages between two ranks, which are no meeting.
-This file does not know who listens (see `record`).
+all-reduce of DDP), inside a compiled region or on a `ProcessGroup` object is not seen, nor are messages between two
+ranks, which are no meeting. This file does not know who listens (see `record`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 WORLD = "world"
-"""The name of the default process group. Every other group has the name that torch gave it, equal on all its members."""
+"""The name of the default process group. Any other group has the name that torch gave it, equal on all its members."""
 
 _PAYLOAD = {
     "all_reduce": "tensor",
@@ -65,7 +65,8 @@ class Meeting:
 
     `sequence` counts the calls of this process on the group; it is -1 where there was nobody to meet (a rank that is no
     member of a new group). `bytes` is what this rank put in. `cpu` is in seconds of the calling thread. `own` are the
-    seconds that seeing it cost. With `async_op` the call only handed the work over. `error` is the type of what it raised.
+    seconds that seeing it cost. With `async_op` the call only handed the work over. `error` is the type of what it
+    raised.
     """
 
     op: str
@@ -90,6 +91,9 @@ class Listener(Protocol):
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
         """The first call on a group: its name and its members' global ranks."""
 
+    def spent(self, seconds: float) -> None:
+        """What putting the hooks in and out took."""
+
 
 @contextmanager
 def watched(listener: Listener) -> Iterator[None]:
@@ -99,6 +103,7 @@ def watched(listener: Listener) -> Iterator[None]:
     import torch.nn.parallel.distributed as ddp
     from torch.distributed import distributed_c10d as c10d
 
+    entered = time.perf_counter()
     watch = _Watch(listener, c10d)
     # A home may already hold somebody else's wrapper, so each distinct function is wrapped, not each name.
     seen: dict[int, Callable[..., Any]] = {}
@@ -109,11 +114,14 @@ def watched(listener: Listener) -> Iterator[None]:
                 seen[id(function)] = watch.wrap(name, function)
     originals = {id(wrapper): wrapper.__wrapped__ for wrapper in seen.values()}  # type: ignore[attr-defined]
     _rebind(seen)
+    listener.spent(time.perf_counter() - entered)
     try:
         yield
     finally:
+        entered = time.perf_counter()
         watch.on = False
         _rebind(originals)
+        listener.spent(time.perf_counter() - entered)
 
 
 def _rebind(replacements: Mapping[int, Callable[..., Any]]) -> None:
@@ -125,8 +133,8 @@ def _rebind(replacements: Mapping[int, Callable[..., Any]]) -> None:
         names = getattr(module, "__dict__", None)
         if type(names) is not dict:
             continue
-        for name in _PAYLOAD:
-            if name in names and id(names[name]) in replacements:
+        for name in names.keys() & _PAYLOAD.keys():
+            if id(names[name]) in replacements:
                 names[name] = replacements[id(names[name])]
 
 
@@ -280,7 +288,7 @@ class _CallSites:
         return ""
 
     def _short(self, path: str) -> str:
-        """From the package on, or from the working directory on: the rest says where, not what, and differs per host."""
+        """From the package on, or from the working directory on: the rest says where, not what."""
         name = self._names.get(path)
         if name is None:
             _, packages, inside = path.rpartition(f"{os.sep}site-packages{os.sep}")

@@ -1,8 +1,8 @@
 """What a rank does between process start and the end of its first training step, written down while it happens.
 
-A recorded span and a simulated one are the same type, so that every view works on both. A recorder costs the record, never
-the job: what goes wrong in it is said once, on the logger `initopt`, and recording stops. This file does not know the
-other ranks (see `runs`) nor which calls are meetings (see `hooks`).
+A recorded span and a simulated one are the same type, so that every view works on both. What goes wrong here costs the
+record, never the job: it is said once, on the logger `initopt`, and recording stops. This file does not know the other
+ranks (see `runs`) nor which calls are meetings (see `hooks`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -46,11 +46,11 @@ _IMPORTED = time.perf_counter()
 class Span:
     """Something with a start and an end, on one lane of one rank. Times are seconds.
 
-    In a rank's file time zero is the start of that worker's process; in a loaded `Run` it is the earliest process start of
-    all ranks. `wait` is the part of the span spent for ranks that came later (known once ranks are matched), `cpu` the CPU
-    seconds of the thread. For a collective `step` is the step that issued it and `sequence` its number on its group; for a
-    step inside another step, `step` is the outer one. With `async_op` a collective's span covers only the call that handed
-    it over, not the communication.
+    In a rank's file time zero is the start of that worker's process; in a loaded `Run` it is the earliest process start
+    of all ranks. `wait` is the part of the span spent for ranks that came later (known once ranks are matched), `cpu`
+    the CPU seconds of the thread. For a collective `step` is the step that issued it and `sequence` its number on its
+    group; for a step inside another step, `step` is the outer one. With `async_op` a collective's span covers only the
+    call that handed it over, not the communication.
     """
 
     name: str
@@ -76,9 +76,10 @@ class Span:
 class Header:
     """Who recorded, where and with what. One per rank, the first line of its file.
 
-    `process_start` is unix time in seconds; `zero` says where it is from: the kernel, or (where that can't be asked) the
-    first import of this file. Ranks with the same `clock` read the same clock: it is the machine's boot. `mode` is `stock`, `serial` or `overlap`. `labels` go with every number made
-    from this run (for example `emulated: reader latency 4 s`).
+    `process_start` is unix time in seconds; `zero` says where it is from: the kernel, or (where that can't be asked)
+    the first import of this file. Ranks with the same `clock` read the same clock: it names the machine's boot. `mode`
+    is `stock`, `serial` or `overlap`. `labels` go with every number made from this run (for example `emulated: reader
+    latency 4 s`). `cores` are those that this process may run on.
     """
 
     rank: int
@@ -124,17 +125,21 @@ class Trailer:
 class Store(Protocol):
     """The four calls that the recorder makes on a `torch.distributed` store."""
 
-    def set(self, key: str, value: str, /) -> None: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Give the key this value."""
 
-    def get(self, key: str, /) -> bytes: ...
+    def get(self, key: str, /) -> bytes:
+        """The key's value, waiting for it."""
 
-    def check(self, keys: list[str], /) -> bool: ...
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys have values."""
 
-    def add(self, key: str, amount: int, /) -> int: ...
+    def add(self, key: str, amount: int, /) -> int:
+        """The counter's value after adding to it."""
 
 
 def run_root(root: str | Path | None = None) -> Path:
-    """Where runs are kept: `root`, else the environment variable INITOPT_ROOT, else `.initopt` in the working directory."""
+    """Where runs are kept: `root`, else the environment variable INITOPT_ROOT, else `.initopt` where the job runs."""
     return Path(root if root is not None else os.environ.get("INITOPT_ROOT") or ".initopt")
 
 
@@ -149,9 +154,9 @@ def run_numbers(root: Path) -> list[int]:
 class Recorder:
     """Writes what this rank does into one file of a numbered run.
 
-    `with Recorder("dlrm", mode="stock") as recorder:` makes it the one that `step` records into, and closes it at the end.
-    Everything may be called from any thread. `root`: see `run_root`. `keep`: that many runs stay, the oldest go. `labels`
-    and `graph` are stored with the run.
+    `with Recorder("dlrm", mode="stock") as recorder:` makes it the one that `step` records into, and closes it at the
+    end. Everything may be called from any thread. `root`: see `run_root`. `keep`: that many runs stay, the oldest go.
+    `labels` and `graph` are stored with the run.
 
     Raises ValueError for an unknown `mode` and for `keep` below 1; nothing else raises.
     """
@@ -190,6 +195,7 @@ class Recorder:
         self._stopped = False
         self._own_cost = 0.0
         self._before: list[Recorder | None] = []
+        self._hooks: list[ExitStack] = []
         self.rank = 0
         self.world_size = 1
         self.path: Path | None = None
@@ -209,7 +215,7 @@ class Recorder:
     def span(self, name: str, *, lane: str | None = None, stage: str | None = None) -> Iterator[None]:
         """Record the block as a step. An exception leaves its type in the record and goes on.
 
-        Without a `lane` it is the one this thread is in, which is `main` for the main thread and else the thread's name.
+        Without a `lane` it is the one that this thread is in: `main` for the main thread, else the thread's name.
         """
         with self.current_step(name, lane=lane) as outer:
             lane = self._lane()
@@ -242,18 +248,23 @@ class Recorder:
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
-        """Record the meetings of this process while the block runs. Imports torch.distributed."""
+        """Record the meetings of this process until the block ends or the recorder is closed. Imports torch."""
         from initopt.hooks import watched
 
-        with watched(_Meetings(self)):
+        with ExitStack() as hooks:
+            with self._fail_safe():
+                hooks.enter_context(watched(_Meetings(self)))
+            self._hooks.append(hooks)
             yield
 
     def agree(self, rank: int, world_size: int, store: Store | None = None) -> None:
         """Settle on the run's number with the other ranks, and write out what was recorded so far.
 
-        Rank 0 takes the next free number and hands it on through `store`, which every rank must pass (one rank alone needs
-        none). The others wait for it at most 10 s; if it comes later, their record is written when they close.
+        Rank 0 takes the next free number and hands it on through `store`, which every rank must pass (one rank alone
+        needs none). The others wait for it at most 10 s; if it comes later, their record is written when they close.
         """
+        if self._silent():
+            return
         entered = time.perf_counter()
         with self._fail_safe():
             self.rank, self.world_size, self._store = rank, world_size, store
@@ -283,10 +294,12 @@ class Recorder:
         self._write(Digest(name, sha256, about=about), time.perf_counter())
 
     def close(self) -> None:
-        """Write the last line. What comes later is ignored. May be called twice."""
+        """Take the hooks out and write the last line. What comes later is ignored. May be called twice."""
+        if self._silent():
+            return
         with self._fail_safe():
-            if self._stopped:
-                return
+            for hooks in self._hooks:
+                hooks.close()
             if self._file is None and self._store is not None:
                 self._learn_number(self._store)
             elif self._file is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -327,7 +340,7 @@ class Recorder:
 
     def _write(self, record: Span | Digest | _Group, entered: float) -> None:
         """Write or keep a record; what it took since `entered` (`time.perf_counter`) is the recorder's own cost."""
-        if self._stopped or os.getpid() != self._pid:  # a forked worker has this object, but no part in the record
+        if self._silent():
             return
         with self._fail_safe(), self._lock:
             if self._stopped:
@@ -337,6 +350,10 @@ class Recorder:
             else:
                 self._write_line(record)
             self._own_cost += time.perf_counter() - entered
+
+    def _silent(self) -> bool:
+        """Whether nothing is written any more. A forked process has this object, its lock perhaps held, but no part."""
+        return self._stopped or os.getpid() != self._pid
 
     @contextmanager
     def _fail_safe(self) -> Iterator[None]:
@@ -353,7 +370,7 @@ class Recorder:
 
     def _learn_number(self, store: Store) -> None:
         deadline = time.perf_counter() + _PATIENCE
-        # Asked again and again: a blocking wait would hold the store's lock, and the job's other threads need the store.
+        # Asked again and again: a blocking wait would hold the store's lock, and other threads may need the store.
         while not store.check([self._run_key]):
             if time.perf_counter() > deadline:
                 return
@@ -394,7 +411,7 @@ class Recorder:
             if self._stopped:
                 return
             # Unbuffered: a line is on its way when `add` returns, whatever happens to the process then.
-            self._file = open(path / f"rank{self.rank:05}.jsonl", "xb", buffering=0)
+            self._file = (path / f"rank{self.rank:05}.jsonl").open("xb", buffering=0)
             self.path = path
             self._write_line(self._header())
             for record in self._waiting:
@@ -445,30 +462,17 @@ class Recorder:
             raise OSError("the disk is full")
 
 
-class step(ContextDecorator):
+@contextmanager
+def step(name: str, stage: str | None = None) -> Iterator[None]:
     """Record a block, or with `@step("features")` every call of a function, as a step of the current recorder.
 
     The current recorder is the one whose `with` block is running, on whatever thread. Without one this does nothing.
     """
-
-    def __init__(self, name: str, stage: str | None = None) -> None:
-        self._name = name
-        self._stage = stage
-
-    def _recreate_cm(self) -> step:
-        return step(self._name, self._stage)
-
-    def __enter__(self) -> step:
-        self._span = None if _current is None else _current.span(self._name, stage=self._stage)
-        if self._span is not None:
-            self._span.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._span is not None:
-            self._span.__exit__(kind, error, trace)
+    if _current is None:
+        yield
+    else:
+        with _current.span(name, stage=stage):
+            yield
 
 
 _current: Recorder | None = None
@@ -515,9 +519,13 @@ class _Meetings:
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
         self._recorder._write(_Group(name, ranks), time.perf_counter())
 
+    def spent(self, seconds: float) -> None:
+        with self._recorder._lock:
+            self._recorder._own_cost += seconds
+
 
 def _process_age() -> tuple[float, Literal["kernel", "import"]]:
-    """Seconds since this process was started, and who says so. The kernel counts in ticks, of 10 ms on most machines."""
+    """Seconds since this process was started, and who says so. The kernel counts in ticks, mostly of 10 ms."""
     since_import = time.perf_counter() - _IMPORTED
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
