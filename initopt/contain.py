@@ -2,8 +2,8 @@
 
 A launcher gives its workers process groups of their own, and a worker whose parent died belongs to nobody: neither the
 command's group nor a walk over parents finds them all. So every process inherits a mark in its environment, and what
-bears the mark is ended. A process that replaces its environment and leaves the group escapes, and without /proc only the
-command's own group is found.
+bears the mark is ended. A process that replaces its environment and leaves the group escapes, and without /proc only
+the command's own group is found.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(command: Sequence[str], *, env: Mapping[str, str], log: Path, timeout: f
 
     Returns when no process of it is left. Raises OSError when the command can't be started or the log can't be written,
     and TimeoutError when a process of it can't be ended; an exception that interrupts the wait goes on after the
-    processes are ended. SIGTERM and SIGHUP count as interrupts while it runs in the main thread (they raise SystemExit).
+    processes are ended. In the main thread SIGTERM and SIGHUP count as interrupts, too (they raise SystemExit).
     """
     mark = uuid.uuid4().hex
     process: subprocess.Popen[bytes] | None = None

@@ -18,7 +18,7 @@ LOST_WORK = 465.0
 """Default seconds of training that a failure throws away: half the interval between two checkpoints.
 
 The interval is the one that loses least, sqrt(2 x 86,400 s x 15 s / 3) = 929.5 s, for the example of Meta's post on
-effective training time: saving blocks 15 s and a job fails 3 times a day. It is an assumption: give your own if you can.
+effective training time: saving blocks 15 s and a job fails 3 times a day. It is an assumption: better give your own.
 """
 
 NOT_COUNTED = (
