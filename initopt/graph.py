@@ -13,7 +13,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -208,8 +208,9 @@ class Graph(Mapping[str, Step]):
     need of that name is met from the start. Raises GraphError for a graph that can't be run and OrderError for one
     whose weights would depend on timing.
 
-    Steps that touch one resource are chained in program order, as far as values and stated orders allow it. A pair of
-    steps has one edge; it tells the strongest reason: a value, else a stated order, else a resource.
+    Steps that touch one resource are chained: those that draw (`rng`) or meet (`comms`) in program order as far as
+    values and stated orders allow it, whatever steps stand between them; users of any other resource as `order()` has
+    them. A pair of steps has one edge; it tells the strongest reason: a value, else a stated order, else a resource.
     """
 
     __slots__ = ("_inputs", "_name", "_order", "_predecessors", "_steps", "_successors")
@@ -347,23 +348,19 @@ class Graph(Mapping[str, Step]):
         """
         if name not in self._steps:
             raise GraphError.unknown_step(name, self._steps)
-        behind = {edge.after for edge in self._successors[name]}
-        ahead = [edge.before for edge in self._predecessors[name]]
-        steps = []
+        behind = {edge.after: edge for edge in self._successors[name]}
         # in the order of a serial run, so that no chain of a resource is drawn another way than before
-        for other in self._order:
-            step = self._steps[other]
-            if other in behind:
-                held = _touched(step)
-                taken = [a for a in ahead if held.isdisjoint(_touched(self._steps[a]))]
-                needs = tuple(need for need in step.needs if need != name)
-                after = (*(need for need in step.after if need != name), *taken)
-                step = replace(
-                    step, needs=needs, after=tuple(need for need in dict.fromkeys(after) if need not in needs)
-                )
-            if other != name:
-                steps.append(step)
+        rest = [self._steps[each] for each in self._order if each != name]
+        steps = [self._closing_up(name, step, behind[step.name]) if step.name in behind else step for step in rest]
         return Graph(steps, name=self._name, inputs=self._inputs)
+
+    def _closing_up(self, gone: str, step: Step, link: Edge) -> Step:
+        """A dependant of the step that goes: it comes after all that came before that one."""
+        # a chain of one resource closes by itself
+        ahead = [e.before for e in self._predecessors[gone] if not (link.resource and e.resource == link.resource)]
+        needs = tuple(need for need in step.needs if need != gone)
+        after = dict.fromkeys(name for name in (*step.after, *ahead) if name != gone and name not in needs)
+        return replace(step, needs=needs, after=tuple(after))
 
     def replacing(self, step: Step) -> Graph:
         """The graph with the step of this name exchanged, at its place. Raises GraphError for an unknown step."""
@@ -533,8 +530,9 @@ class _Weaver:
                 users.setdefault(resource, []).append(i)
         # draws first: their order decides the weights, so no other resource may bend it
         self._chain_draws(users.pop("rng", []))
-        for resource in sorted(users, key=lambda resource: (resource != "comms", resource)):
-            self._chain(users[resource], resource)
+        self._chain(self._in_program_order(users.pop("comms", [])), "comms")
+        for resource in sorted(users):
+            self._chain(sorted(users[resource], key=self.place.__getitem__), resource)
 
     def _state(self, inputs: Collection[str]) -> None:
         """The edges that the steps themselves state."""
@@ -621,67 +619,61 @@ class _Weaver:
                         others.append(j)
         return order, undecided
 
-    def _link(self, users: Sequence[int]) -> None:
-        """Put users in this order from now on."""
-        fits = True
+    def _in_program_order(self, users: Sequence[int]) -> Sequence[int]:
+        """Users in program order as far as edges allow; searches the graph only where the two disagree."""
+        if all(self.place[i] < self.place[j] for i, j in pairwise(users)):
+            return users
+        return self._users_in_order(users)[0]
+
+    def _follow(self, users: Sequence[int]) -> None:
+        """Hold users to this order from now on."""
         for i, j in pairwise(users):
             self.follows[i].append(j)
-            fits = fits and self.place[i] < self.place[j]
-        if not fits:
+        if any(self.place[i] > self.place[j] for i, j in pairwise(users)):
             self.order = self._sorted()
             self._place()
 
-    def _in_program_order(self, users: Sequence[int]) -> list[int]:
-        """Users of one resource; the whole graph is searched only where program order contradicts the edges."""
-        if all(self.place[i] < self.place[j] for i, j in pairwise(users)):
-            return list(users)
-        return self._users_in_order(users)[0]
-
     def _chain(self, users: Sequence[int], resource: str) -> None:
-        users = self._in_program_order(users)
-        self._link(users)
-        self._name(users, resource)
+        self._follow(users)
+        for i, j in pairwise(users):
+            if i not in self.edges[j]:
+                self.edges[j][i] = Edge(self.steps[i].name, self.steps[j].name, "resource", resource)
 
     def _chain_draws(self, users: Sequence[int]) -> None:
         origins: dict[str, list[int]] = {}
         for i in users:
             origins.setdefault(self.steps[i].origin, []).append(i)
-        for own in origins.values():
-            self._link(self._in_program_order(own))
         if len(origins) > 1:
+            for own in origins.values():
+                self._follow(self._in_program_order(own))
             users, undecided = self._users_in_order(users)
             if undecided:
-                first, second = undecided
-                raise OrderError.draws(self.steps[first], self.steps[second])
-        elif users:
-            users = sorted(users, key=self.place.__getitem__)
-        self._name(users, "rng")
-
-    def _name(self, users: Sequence[int], resource: str) -> None:
-        for i, j in pairwise(users):
-            if i not in self.edges[j]:
-                self.edges[j][i] = Edge(self.steps[i].name, self.steps[j].name, "resource", resource)
+                raise OrderError.draws(*(self.steps[i] for i in undecided))
+        self._chain(self._in_program_order(users) if len(origins) == 1 else users, "rng")
 
 
 def _loops(graph: nx.DiGraph[int], part: Collection[int]) -> bool:
     return len(part) > 1 or any(graph.has_edge(i, i) for i in part)
 
 
-_DEFAULTS = {f.name: f.default for f in (*fields(Step), *fields(Collective)) if f.default is not MISSING}
-
-
 def _plain_step(step: Step, *, places: bool) -> dict[str, Any]:
     """The fields that differ from their defaults, as JSON values; call sites only with `places`."""
-
-    def short(values: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
-        return kept if places else {key: value for key, value in kept.items() if key != "call_site"}
-
-    defaults = _DEFAULTS
-    plain = short(asdict(step))
-    if "collectives" in plain:
-        plain["collectives"] = [short(meeting) for meeting in plain["collectives"]]
+    plain = _plain_fields(step, _STEP_DEFAULTS, places)
+    if step.collectives:
+        plain["collectives"] = [_plain_fields(meeting, _COLLECTIVE_DEFAULTS, places) for meeting in step.collectives]
     return plain
+
+
+def _plain_fields(item: Step | Collective, defaults: Mapping[str, Any], places: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {key: getattr(item, key) for key in defaults if places or key != "call_site"}
+    if values.get("timeout") is not None:
+        values["timeout"] = float(values["timeout"])  # so that 60 and 60.0 are the same in the digest
+    return {key: value for key, value in values.items() if value != defaults[key]}
+
+
+# a field without default differs from MISSING, so it is always kept
+_STEP_DEFAULTS = {field.name: field.default for field in fields(Step)}
+_COLLECTIVE_DEFAULTS = {field.name: field.default for field in fields(Collective)}
 
 
 def _words(value: object) -> str:
