@@ -55,6 +55,7 @@ class Link:
     `took` is the time from `start` to where the link before this one in the list took over. `wait` of it was spent for
     slower ranks; `waited_for` is the rank that came last and where the chain goes on, None when it stays on this rank.
     Before `start` the step stood ready for `queue` seconds `behind` other steps (empty: nothing recorded was running).
+    The chain enters the step at `joined`: at its start, or when the rank `waited_for` came to the meeting inside it.
     """
 
     step: str
@@ -65,6 +66,7 @@ class Link:
     waited_for: int | None = None
     queue: float = 0.0
     behind: tuple[str, ...] = ()
+    joined: float = 0.0
 
 
 def split(run: Run, rank: int) -> Split:
@@ -196,7 +198,9 @@ class _Walk:
             meeting = self._decided_elsewhere(step, until) if crossing else None
             if meeting is not None:
                 mine, last = meeting
-                links.append(Link(step.name, rank, step.start, until - step.start, mine.wait, last.rank))
+                links.append(
+                    Link(step.name, rank, step.start, until - step.start, mine.wait, last.rank, joined=last.start)
+                )
                 rank, until, crossed = last.rank, last.start, True
                 step = self.lines(rank).around(last)
                 if step is not None:
@@ -208,12 +212,12 @@ class _Walk:
             queued = step is not None and (self.graph is not None or bool(behind))
             if step is not None:
                 wait, queue = self._wait(step, until), start - ready if queued else 0.0
-                link = Link(step.name, rank, start, until - start, wait, None, queue, behind)
+                link = Link(step.name, rank, start, until - start, wait, None, queue, behind, start)
                 # The rank that came last is named by the link above: say it twice only if the step itself made it late.
                 if not crossed or link.took > SKEW or link.queue > SKEW:
                     links.append(link)
             if not queued and start > ready:
-                links.append(Link(UNNAMED, rank, ready, start - ready))
+                links.append(Link(UNNAMED, rank, ready, start - ready, joined=ready))
             step, until, crossed = needed, ready, False
         return links
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.sax.saxutils import escape
 
 from initopt.chain import SKEW, UNNAMED, Link, outer_steps, rank_chain
 from initopt.record import FIRST_STEP
-from initopt.report import labels, planned, seconds, title, versions
+from initopt.report import about, labels, planned, seconds, title, versions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,6 +82,21 @@ def panels(run: Run, rank: int) -> list[Panel]:
     return found
 
 
+def data(run: Run, rank: int) -> dict[str, Any]:
+    """What the picture shows, for `--json`."""
+    return {**about(run), "rank": rank, "panels": [asdict(panel) for panel in panels(run, rank)]}
+
+
+def form_of(path: Path) -> Literal["svg", "png"]:
+    """The form of picture that a file's name asks for. Raises PlotError for another one."""
+    form = path.suffix.lower()
+    if form == ".svg":
+        return "svg"
+    if form == ".png":
+        return "png"
+    raise PlotError(f"{path}: a picture is .svg or .png (for other tools: --trace FILE.json.gz, or --json)")
+
+
 def draw(run: Run, rank: int, *, form: Literal["svg", "png"] = "svg") -> bytes:
     """The picture as a file. Raises PlotError where matplotlib is not installed."""
     try:
@@ -89,7 +105,7 @@ def draw(run: Run, rank: int, *, form: Literal["svg", "png"] = "svg") -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlotError("the picture needs matplotlib: pip install 'initopt[plot]'") from error
-    style: dict[str, Any] = {
+    style: Any = {
         "svg.hashsalt": "initopt",
         "hatch.linewidth": 0.7,
         "font.family": "DejaVu Sans",
@@ -98,7 +114,7 @@ def draw(run: Run, rank: int, *, form: Literal["svg", "png"] = "svg") -> bytes:
     with matplotlib.rc_context(style):
         shown = panels(run, rank)
         figure = Figure(figsize=(_WIDTH, 1.0), facecolor="white")
-        canvas = FigureCanvasAgg(figure)
+        canvas: Any = FigureCanvasAgg(figure)
         page = _Page(figure, canvas.get_renderer())
         page.compose(run, shown)
         target = io.BytesIO()
@@ -126,9 +142,9 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
         if not waits and span.wait > SKEW:
             waits = [(span.start, span.start + span.wait)]
         longest = (span.name, span.start) in on_chain
-        about = _about(run, span, longest=longest)
+        words = _words(run, span, longest=longest)
         moved = tuple((start - zero, end - zero) for start, end in waits)
-        bars.append(Bar(span.name, span.lane, span.start - zero, span.end - zero, longest, moved, about))
+        bars.append(Bar(span.name, span.lane, span.start - zero, span.end - zero, longest, moved, words))
     queues = tuple(
         Queue(link.step, lane_of[link.step], link.start - link.queue - zero, link.start - zero, link.behind)
         for link in reversed(links)
@@ -138,7 +154,7 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
     return Panel(name, rank, ends[-1] - zero if ends else None, lanes, tuple(bars), queues)
 
 
-def _about(run: Run, span: Span, *, longest: bool) -> str:
+def _words(run: Run, span: Span, *, longest: bool) -> str:
     took = span.end - span.start
     said = [f"{span.name}: {seconds(took)}"]
     if span.wait > SKEW:
@@ -335,9 +351,9 @@ class _Page:
         )
         if panel.first_batch is not None:
             axes.axvline(panel.first_batch, color=INK, lw=1.2, clip_on=False)
-            about = "" if panel.name == "recorded" else "~"
+            guess = "" if panel.name == "recorded" else "~"
             axes.annotate(
-                f"first batch {about}{seconds(panel.first_batch)}",
+                f"first batch {guess}{seconds(panel.first_batch)}",
                 (panel.first_batch, 0),
                 (-3, 0.10 * 72),
                 textcoords="offset points",

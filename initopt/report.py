@@ -7,6 +7,7 @@ and the labels of the run (such as what was emulated) are part of every view. It
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from initopt import bench
 from initopt.chain import (
     SKEW,
     UNNAMED,
@@ -48,6 +50,8 @@ class View:
 
     lines: tuple[Text, ...]
     data: dict[str, Any]
+    finding: bool = False
+    """Whether there is something wrong in it, for the exit code."""
 
     @property
     def plain(self) -> str:
@@ -126,7 +130,7 @@ def sentence(run: Run) -> str:
 
 def summary(run: Run, *, width: int = 80) -> View:
     """The one sentence: when the first batch was done and what that time was made of."""
-    data = _about(run)
+    data = about(run)
     if not finished_ranks(run):
         return _unfinished(run, data, width)
     median, slowest = median_rank(run), slowest_rank(run)
@@ -182,9 +186,9 @@ def blame_rows(run: Run, rank: int) -> list[Row]:
 
 def blame(run: Run, rank: int | None = None, *, everything: bool = False, width: int = 80) -> View:
     """The steps of one rank (the median one by default), slowest first, work and wait apart."""
-    rank = _rank(run, rank)
+    rank = chosen_rank(run, rank)
     rows = blame_rows(run, rank)
-    data = {**_about(run), "rank": rank, "steps": [asdict(row) for row in rows]}
+    data = {**about(run), "rank": rank, "steps": [asdict(row) for row in rows]}
     shown = rows if everything else rows[:_BLAME_ROWS]
     with_slack = run.graph is not None
     names = max([4, *(len(row.step) for row in shown)])
@@ -233,7 +237,7 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
 def chain_view(run: Run, *, width: int = 80) -> View:
     """The chain of steps that decided the first batch of the slowest rank, as a tree, last step first."""
     links = critical_chain(run)
-    data = {**_about(run), "chain": [asdict(link) for link in links]}
+    data = {**about(run), "chain": [asdict(link) for link in links]}
     total = run.first_batch(slowest_rank(run))
     shown = [link for link in links if link.step != UNNAMED or link.took > 0.01 * total]
     deep = 2 if 2 * len(shown) <= width // 2 else (1 if len(shown) <= width // 2 else 0)
@@ -282,7 +286,7 @@ def ett_view(
     """The share of a job's wall time spent on new data with this start-up, and the gain over `baseline`."""
     start = run.first_batch(slowest_rank(run))
     ranks = len(run.headers)
-    data = {**_about(run), "time_to_start": start, "lost_work": lost_work, "baseline": None, "not_counted": NOT_COUNTED}
+    data = {**about(run), "time_to_start": start, "lost_work": lost_work, "baseline": None, "not_counted": NOT_COUNTED}
     lines = _head(run, width)
     if baseline is not None:
         new = [line for line in _label_lines(baseline, width) if line not in lines]
@@ -298,7 +302,7 @@ def ett_view(
     else:
         before = baseline.first_batch(slowest_rank(baseline))
         gains = gain(before, start, jobs, lost_work=lost_work, ranks=ranks)
-        data["baseline"] = {**_about(baseline), "time_to_start": before}
+        data["baseline"] = {**about(baseline), "time_to_start": before}
         data["jobs"] = [
             {**asdict(g.job), "before": g.before, "after": g.after, "points": g.points, "hours_back": g.hours_back}
             for g in gains
@@ -321,18 +325,102 @@ def ett_view(
     return View(tuple(lines), data)
 
 
+def bench_view(
+    measured: bench.Bench,
+    comparison: bench.Comparison | None = None,
+    verdict: bench.Verdict | None = None,
+    *,
+    width: int = 80,
+) -> View:
+    """A measurement of stock and initopt, and if given its comparison with an earlier one and what a gate found."""
+    ranks = f"{measured.ranks} {'rank' if measured.ranks == 1 else 'ranks'}"
+    hosts = f"{len(measured.hosts)} {'host' if len(measured.hosts) == 1 else 'hosts'}"
+    known = f"bench {measured.name} · {ranks} on {hosts} · {measured.cores} cores · {_moment(measured.taken)}"
+    lines = _wrap(known, width, "bold")
+    lines += _wrap(" · ".join(f"{name} {version}" for name, version in measured.versions.items()), width, QUIET)
+    lines += [line for label in measured.labels for line in _wrap(f"! {label}", width, "yellow")]
+    lines.append(Text())
+    rows: list[tuple[str, ...]] = [("first batch", "median", "range", "work", "wait", "queue", "runs")]
+    rows += [_side(side, side.name) for side in (measured.stock, measured.initopt)]
+    if comparison is not None and comparison.before is not measured.stock:
+        rows.append(_side(comparison.before, comparison.before_name))
+    lines += [*_table(rows), Text()]
+
+    ratio = measured.ratio
+    pairs = f"{len(measured.stock.samples)} {'pair' if len(measured.stock.samples) == 1 else 'pairs'}"
+    slowest = f"slowest rank {seconds(measured.stock.slowest)} -> {seconds(measured.initopt.slowest)}"
+    faster = f"{ratio.median:.2f} times as fast as stock ({ratio.min:.2f} ... {ratio.max:.2f} in {pairs}), {slowest}."
+    lines += _wrap(faster, width, "bold")
+    lines += _wrap(_trained(measured.state), width)
+    data: dict[str, Any] = {**json.loads(measured.to_json()), "version": JSON_VERSION, "comparison": None, "gate": None}
+    warnings = list(measured.warnings)
+    if comparison is not None:
+        change = comparison.change()
+        chance = "; the ranges overlap, so it may be chance" if comparison.overlaps else ""
+        if comparison.before is not measured.stock:
+            said = f"{comparison.after_name} is {abs(change):.1%} {'slower' if change > 0 else 'faster'} than"
+            lines += _wrap(f"{said} {comparison.before_name}{chance}.", width)
+        warnings += [warning for warning in comparison.warnings if warning not in warnings]
+        data["comparison"] = {"before": comparison.before_name, "change": change, "overlaps": comparison.overlaps}
+    if verdict is not None:
+        unit = verdict.gate.unit
+        found = f"{verdict.gate.metric} changed by {verdict.change:+.1f}{unit}"
+        word = "passed" if verdict.passed else "FAILED"
+        lines += _wrap(f"Gate {word}: {found}, the gate is '{verdict.gate}'.", width, "" if verdict.passed else LONGEST)
+        if not verdict.passed:
+            grown = [f"{g.step} {seconds(g.before)} -> {seconds(g.after)}" for g in verdict.grown[:3]]
+            lines += _wrap("Grew most: " + (", ".join(grown) or "no single step"), width)
+        data["gate"] = {"text": str(verdict.gate), "passed": verdict.passed, "change": verdict.change}
+    data["warnings"] = warnings
+    lines += [line for warning in warnings for line in _wrap(f"! {warning}", width, "yellow")]
+    lines.append(_next("ett", "bench --compare NNNN"))
+    finding = measured.state.verdict == "different" or (verdict is not None and not verdict.passed)
+    return View(tuple(lines), data, finding)
+
+
+def _side(side: bench.Side, name: str) -> tuple[str, ...]:
+    spread, parts = side.first_batch, side.parts
+    span = f"{seconds(spread.min)} ... {seconds(spread.max)}"
+    split_up = (seconds(parts[part]) for part in ("work", "wait", "queue"))
+    return (name, seconds(spread.median), span, *split_up, str(len(side.samples)))
+
+
+def _trained(state: bench.State) -> str:
+    count = f"{state.count} {'digest' if state.count == 1 else 'digests'}"
+    if state.verdict == "identical":
+        return f"Trained state identical on all ranks (sha256, {count} a run)."
+    if state.verdict == "unknown":
+        return "Trained state not compared: the runs left no digest (Recorder.digest)."
+    if state.verdict == "unsteady":
+        return "Trained state not comparable: stock itself differs from run to run."
+    return f"Trained state DIFFERS from stock: {len(state.differs)} of {count}."
+
+
+def _moment(unix: float) -> str:
+    return f"{datetime.fromtimestamp(unix, timezone.utc):%Y-%m-%d %H:%M} UTC"
+
+
+def chosen_rank(run: Run, rank: int | None) -> int:
+    """The rank to show: `rank`, else the median one, else the lowest. Raises RecordError for one that is not there."""
+    if rank is None:
+        return median_rank(run) if finished_ranks(run) else min(run.headers)
+    if rank not in run.headers:
+        raise RecordError(run.path, f"there is no rank {rank}; recorded are {_ranks(sorted(run.headers))}")
+    return rank
+
+
 def title(run: Run) -> str:
     """Who ran what where: job, mode, ranks, hosts, number, time and commit."""
     header = run.headers[min(run.headers)]
     hosts = len({h.host for h in run.headers.values()})
-    began = datetime.fromtimestamp(min(h.process_start for h in run.headers.values()), timezone.utc)
+    began = min(header.process_start for header in run.headers.values())
     ranks = f"{header.world_size} {'rank' if header.world_size == 1 else 'ranks'}"
     parts = [
         header.job,
         header.mode,
         f"{ranks} on {hosts} {'host' if hosts == 1 else 'hosts'}",
         f"run {run.number:04d}",
-        f"{began:%Y-%m-%d %H:%M} UTC",
+        _moment(began),
         header.commit[:7],
     ]
     return " · ".join(part for part in parts if part)
@@ -343,7 +431,8 @@ def labels(run: Run) -> tuple[str, ...]:
     return tuple(dict.fromkeys(label for header in run.headers.values() for label in header.labels))
 
 
-def _about(run: Run) -> dict[str, Any]:
+def about(run: Run) -> dict[str, Any]:
+    """What `--json` says of the run itself, in every view."""
     header = run.headers[min(run.headers)]
     return {
         "version": JSON_VERSION,
@@ -390,16 +479,8 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
             )
             lines += _wrap(f"  rank {rank}: {what} after {seconds(last.end - run.zero[rank])}", width)
     data["stopped"] = stopped
-    lines.append(_next("blame --rank 0"))
-    return View(tuple(lines), data)
-
-
-def _rank(run: Run, rank: int | None) -> int:
-    if rank is None:
-        return median_rank(run) if finished_ranks(run) else min(run.headers)
-    if rank not in run.headers:
-        raise RecordError(run.path, f"there is no rank {rank}; recorded are {_ranks(sorted(run.headers))}")
-    return rank
+    lines.append(_next("blame"))
+    return View(tuple(lines), data, finding=True)
 
 
 def _work(span: Span) -> float:

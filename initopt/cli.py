@@ -1,0 +1,278 @@
+"""The command `initopt`: one function per verb, no logic.
+
+Results go to stdout, progress and errors to stderr. The exit code is 0 if all is well, 1 for a finding (a gate that
+fails, a trained state that differs, a start-up without a first batch), 2 if the command can't do what it was asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from initopt import bench as measuring
+from initopt import picture, report, trace
+from initopt.ett import LOST_WORK, Job
+from initopt.graph import Graph
+from initopt.record import run_numbers, run_root
+from initopt.runs import RecordError, Run
+
+HOME = "summary"
+"""The verb that a call without one means."""
+
+DAY = 86_400.0
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+
+RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Number or path; default: the latest.")]
+Root = Annotated[Path | None, typer.Option(help="Where runs are kept; default: $INITOPT_ROOT, else .initopt.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The same data as JSON.")]
+Rank = Annotated[int | None, typer.Option(metavar="N", help="Default: the median rank.")]
+
+
+def main(words: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line `words` (default: this process's) and exit."""
+    known = list(sys.argv[1:] if words is None else words)
+    first = known[0] if known else ""
+    verbs = {command.name for command in app.registered_commands}
+    if first not in verbs | {"--help", "--version"} and (first[:1] in ("", "-") or _names_run(first)):
+        known.insert(0, HOME)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A terminal that can't show a bar still gets the figures.
+            stream.reconfigure(errors="replace")
+    try:
+        app(known, prog_name="initopt")
+    except (RecordError, measuring.BenchError, picture.PlotError, typer.BadParameter, ValueError) as error:
+        print(f"initopt: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"initopt {importlib.metadata.version('initopt')}")
+        raise typer.Exit
+
+
+@app.callback(epilog="`initopt [RUN]` without a command: when the first batch was done, and what the time went into.")
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Where the start-up of a training job spends its time, and what would make it shorter."""
+
+
+@app.command(HOME, hidden=True)
+def summary(run: RunName = None, root: Root = None, as_json: AsJson = False) -> None:
+    """When the first batch was done and what the time went into: work, wait, queue."""
+    _show(report.summary(_run(run, root), width=_width()), as_json)
+
+
+@app.command()
+def blame(
+    run: RunName = None,
+    root: Root = None,
+    rank: Rank = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every step, not only the longest ten.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The steps, the longest first: work and wait apart."""
+    _show(report.blame(_run(run, root), rank, everything=everything, width=_width()), as_json)
+
+
+@app.command("critical-chain")
+def critical_chain(run: RunName = None, root: Root = None, as_json: AsJson = False) -> None:
+    """The chain of steps that decided the slowest rank's first batch, across ranks."""
+    _show(report.chain_view(_run(run, root), width=_width()), as_json)
+
+
+@app.command()
+def plot(
+    run: RunName = None,
+    root: Root = None,
+    rank: Rank = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A file .svg or .png; default: SVG to stdout.")
+    ] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", help="Write a Chrome trace (.json or .json.gz) for Perfetto instead.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The picture: recorded above planned on one time axis, the longest chain in red."""
+    found = _run(run, root)
+    if trace_file is not None:
+        _write(trace_file, trace.encode(found, compressed=trace_file.suffix == ".gz"))
+        return
+    chosen = report.chosen_rank(found, rank)
+    if as_json:
+        _print_json(picture.data(found, chosen))
+    elif output is not None:
+        _write(output, picture.draw(found, chosen, form=picture.form_of(output)))
+    elif sys.stdout.isatty():
+        raise ValueError(
+            "the picture is SVG, not for a terminal: `initopt plot -o startup.svg`, or send it to a file by `>`"
+        )
+    else:
+        sys.stdout.write(picture.draw(found, chosen).decode())
+
+
+@app.command()
+def draw(
+    what: Annotated[
+        str | None, typer.Argument(metavar="[RUN|MODULE:NAME]", help="A run, or a Startup or Graph to import.")
+    ] = None,
+    root: Root = None,
+    dot: Annotated[bool, typer.Option("--dot", help="Graphviz DOT instead of Mermaid.")] = False,
+    inputs: Annotated[str, typer.Option(help="Names the Startup gets from `run`, with commas between.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """The graph of steps, as text that other tools lay out."""
+    graph = _graph(what, root, [name for name in inputs.split(",") if name])
+    if as_json:
+        _print_json({"version": report.JSON_VERSION, "graph": json.loads(graph.to_json())})
+    else:
+        print((graph.to_dot() if dot else graph.to_mermaid()).rstrip("\n"))
+
+
+@app.command()
+def ett(
+    run: RunName = None,
+    root: Root = None,
+    baseline: Annotated[str | None, typer.Option(metavar="RUN", help="A run to compare with, such as stock.")] = None,
+    jobs: Annotated[str, typer.Option(help="Job lengths: s, m, h or d, with commas between.")] = "1h,4h,24h,7d",
+    failures_per_day: Annotated[float, typer.Option(metavar="N", help="Whole failures are counted.")] = 3.0,
+    lost: Annotated[float, typer.Option(metavar="SECONDS", help="Work lost by a failure.")] = LOST_WORK,
+    as_json: AsJson = False,
+) -> None:
+    """Effective training time: the share of a job that goes into new data, and the gain of a shorter start-up."""
+    wanted = [_job(text, failures_per_day) for text in jobs.split(",")]
+    before = None if baseline is None else _run(baseline, root)
+    _show(report.ett_view(_run(run, root), before, jobs=wanted, lost_work=lost, width=_width()), as_json)
+
+
+@app.command()
+def bench(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="The initopt start-up.")
+    ] = None,
+    stock: Annotated[str | None, typer.Option(metavar="COMMAND", help="The stock start-up, in quotes.")] = None,
+    root: Root = None,
+    runs: Annotated[int, typer.Option(metavar="N", help="Measured runs of each.")] = 10,
+    warmup: Annotated[int, typer.Option(metavar="N", help="Unmeasured runs of each, before.")] = 1,
+    prepare: Annotated[str | None, typer.Option(metavar="COMMAND", help="Shell command before every run.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one run.")] = 600.0,
+    number: Annotated[
+        int | None, typer.Option("--show", metavar="NNNN", help="A saved measurement; default: the last.")
+    ] = None,
+    compare: Annotated[int | None, typer.Option(metavar="NNNN", help="Compare with a saved measurement.")] = None,
+    fail_if: Annotated[
+        str | None,
+        typer.Option(metavar="GATE", help="Exit code 1 if, e.g., 'median > +5%': against --compare, else stock."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure stock and initopt start-ups in turn, in fresh processes. Without commands: show what is saved."""
+    gate = None if fail_if is None else measuring.Gate.parse(fail_if)
+    place = run_root(root)
+    earlier = None if compare is None else measuring.load(place, compare)
+    if (stock is None) != (not command):
+        raise ValueError("bench needs both commands: `initopt bench --stock 'STOCK COMMAND' -- INITOPT COMMAND`")
+    if stock is None or not command:
+        measured = measuring.load(place, number)
+    else:
+        measured = measuring.run_bench(
+            shlex.split(stock),
+            command,
+            runs=runs,
+            warmup=warmup,
+            root=place,
+            prepare=prepare,
+            timeout=timeout,
+            progress=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    comparison = measuring.against_stock(measured) if earlier is None else measuring.compare(earlier, measured)
+    verdict = None if gate is None else gate.check(comparison)
+    _show(report.bench_view(measured, comparison, verdict, width=_width()), as_json)
+
+
+def _names_run(word: str) -> bool:
+    return word.isdigit() or Path(word).is_dir()
+
+
+def _run(name: str | None, root: Path | None) -> Run:
+    if name is None:
+        return Run.latest(root)
+    if not name.isdigit():
+        return Run.load(name)
+    place = run_root(root)
+    path = place / f"{int(name):04}"
+    if not path.is_dir():
+        numbers = run_numbers(place)
+        there = f"it has {numbers[0]:04} to {numbers[-1]:04}" if numbers else "it has none"
+        raise RecordError(place, f"there is no run {name} here; {there}")
+    return Run.load(path)
+
+
+def _graph(what: str | None, root: Path | None, inputs: Sequence[str]) -> Graph:
+    module, colon, name = (what or "").partition(":")
+    if not colon:
+        run = _run(what, root)
+        if run.graph is None:
+            raise RecordError(run.path, "there is no graph in this run: record one with initopt.Startup")
+        return run.graph
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{what!r} can't be imported: {error}") from error
+    return found if isinstance(found, Graph) else found.graph(inputs)
+
+
+def _job(text: str, failures_per_day: float) -> Job:
+    units = {"s": (1.0, "s"), "m": (60.0, "min"), "h": (3600.0, "h"), "d": (DAY, "days")}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)([smhd])\s*", text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"--jobs {text!r} is not understood: write a length such as 90m, 4h or 7d")
+    length, unit = units[match[2]]
+    wall = float(match[1]) * length
+    return Job(f"{match[1]} {unit}", wall, int(failures_per_day * wall / DAY))
+
+
+def _show(view: report.View, as_json: bool) -> None:
+    if as_json:
+        _print_json(view.data)
+    else:
+        console = Console(highlight=False)
+        for line in view.lines:
+            console.print(line, no_wrap=True, overflow="ignore", crop=False)
+    if view.finding:
+        raise typer.Exit(1)
+
+
+def _width() -> int:
+    return Console().width
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ValueError(f"{path} can't be written: {error.strerror}") from error
+    print(f"initopt: wrote {path}", file=sys.stderr)
