@@ -361,8 +361,11 @@ class Recorder:
         try:
             yield
         except Exception as error:
-            self._stopped = True
-            self._waiting = []
+            with self._lock:
+                self._stopped = True
+                self._waiting = []
+                if self._file is not None:
+                    self._file.close()
             place = self.path or self.root
             logging.getLogger("initopt").warning(
                 "recording into %s stopped, the job goes on: %s: %s", place, type(error).__name__, error
