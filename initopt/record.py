@@ -184,7 +184,7 @@ class Recorder:
         self.root = run_root(root)
         self._keep = keep
         self._labels = tuple(labels)
-        self._graph = graph
+        self.graph = graph
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._where = threading.local()
@@ -397,8 +397,8 @@ class Recorder:
                 break
             except FileExistsError:  # another job took it
                 continue
-        if self._graph is not None:
-            (path / "graph.json").write_text(self._graph.to_json())
+        if self.graph is not None:
+            (path / "graph.json").write_text(self.graph.to_json())
         link = self.root / f".latest.{os.getpid()}"
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)

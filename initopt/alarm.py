@@ -1,0 +1,52 @@
+"""Interrupting a step that runs in the caller's own thread: its timeout, or a failure on another rank."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from initopt.failure import StepTimeout
+
+
+class Alarm:
+    """Raises an error in the thread that made it, from a timer or from another thread.
+
+    It needs the main thread and an unused SIGALRM; elsewhere `limit` and `interrupt` do nothing, since Python has no other
+    way to interrupt a thread. A call that never returns to Python is not interrupted.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()
+        self._usable = (
+            self._thread is threading.main_thread()
+            and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+            and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        )
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def limit(self, step: str, seconds: float) -> Iterator[None]:
+        """Raise StepTimeout inside the block once it has run for `seconds`."""
+        if not self._usable:
+            yield
+            return
+
+        def ring(_signal: int, _frame: FrameType | None) -> None:
+            raise self._error or StepTimeout(step, seconds)
+
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raise `error` in the block of `limit` that is running, if one is."""
+        self._error = error
+        if self._usable and signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL and self._thread.ident is not None:
+            signal.pthread_kill(self._thread.ident, signal.SIGALRM)

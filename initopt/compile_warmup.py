@@ -1,0 +1,142 @@
+"""Compiling parts of a model before the first batch is there, from examples of their inputs, without leaving a trace.
+
+The parts are traced and lowered in the thread that warms them up, forward and backward, and the compiled code is installed;
+but where it would run for the first time it raises instead. So no kernel runs: no gradient, no buffer update, no draw. The
+real first batch finds the code there, if its inputs match the examples in shape, stride, dtype and `requires_grad`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_here = threading.local()
+
+
+@dataclass(frozen=True)
+class Call:
+    """An example of how a part is called: tensors of the right metadata, whose values don't matter.
+
+    Pass as keywords what the model passes as keywords.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Which parts of a model `torch.compile` takes, how, and on what example each is warmed up.
+
+    `parts` returns the modules by name; `examples` gets the device and returns a `Call` for the parts that are to be
+    warmed up (None: all compile at the first batch). `mode`, `options`, `dynamic` and `fullgraph` are those of
+    `torch.compile`; the backend is inductor.
+    """
+
+    parts: Callable[[nn.Module], Mapping[str, nn.Module]]
+    examples: Callable[[Any], Mapping[str, Call]] | None = None
+    mode: str | None = None
+    options: Mapping[str, Any] | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+    def apply(self, model: nn.Module) -> None:
+        """Let every part compile at its first call, as `part.compile()` does. Draws nothing."""
+        backend = _Backend(self.mode, dict(self.options) if self.options is not None else None, self.dynamic)
+        for part in self.parts(model).values():
+            part.compile(backend=backend, dynamic=self.dynamic, fullgraph=self.fullgraph)
+
+    def warm_up(self, model: nn.Module, device: Any) -> int:
+        """Compile the parts that have an example, on the calling thread; return how many graphs that made.
+
+        What fails here is left to the first batch, with one warning: there it fails as it would without a warm-up, or not.
+        """
+        if self.examples is None:
+            return 0
+        import torch
+        from torch._functorch import config
+
+        before = graphs()
+        parts = self.parts(model)
+        for name, call in self.examples(device).items():
+            if name not in parts:
+                raise ValueError(f"there is an example for {name!r}, which is no part; the parts are {', '.join(parts)}")
+            with _warming(), config.patch(force_non_lazy_backward_lowering=torch.is_grad_enabled()):
+                try:
+                    parts[name](*call.args, **call.kwargs)
+                except _Compiled:
+                    continue
+                except Exception as error:
+                    warnings.warn(
+                        f"initopt: part {name!r} was not compiled ahead ({type(error).__name__}: {error}); "
+                        "it compiles at the first batch. Compare its example with what the model passes it",
+                        stacklevel=2,
+                    )
+        return graphs() - before
+
+
+def graphs() -> int:
+    """How many graphs torch's compiler has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+class _Compiled(Exception):
+    """Raised in place of running compiled code in a warm-up."""
+
+
+class _Backend:
+    """Inductor, with code that raises `_Compiled` where it would run in a thread that warms up."""
+
+    def __init__(self, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> None:
+        import torch
+
+        # The object that torch.compile makes of its arguments; there is no public way to pass `mode` to a backend.
+        self._inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-untyped-call]
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        compiled = self._inductor(graph, inputs)
+
+        def run(*arguments: Any) -> Any:
+            if getattr(_here, "warming", False):
+                raise _Compiled
+            return compiled(*arguments)
+
+        return run
+
+
+@contextmanager
+def _warming() -> Iterator[None]:
+    # Tracing saves the default generators and puts them back, which would undo what other threads draw meanwhile. It draws
+    # nothing itself, so this thread's putting back can be left out.
+    import torch
+
+    restores: list[tuple[ModuleType, str]] = [(random, "setstate"), (torch.random, "set_rng_state")]
+    restores += [(torch, "set_rng_state"), (torch.cuda, "set_rng_state")]
+    thread = threading.get_ident()
+    with ExitStack() as stack:
+        for module, name in restores:
+            stack.enter_context(mock.patch.object(module, name, _unless_in(thread, getattr(module, name))))
+        _here.warming = True
+        try:
+            yield
+        finally:
+            _here.warming = False
+
+
+def _unless_in(thread: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return None if threading.get_ident() == thread else function(*args, **kwargs)
+
+    return call

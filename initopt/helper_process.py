@@ -1,0 +1,105 @@
+"""A lane that is a process: pure-Python steps that would hold the interpreter lock of the trainer's own process.
+
+The helper is forked at the beginning of a run, before this process has threads, so it knows the steps' functions as they
+are, closures included. Values go in and come back pickled. Where threads already exist a fork is unsafe: the helper is
+spawned then, and the steps' functions must be importable.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from initopt.failure import note
+
+
+class HelperProcess:
+    """One helper process for the lane `lane`. `functions` are the functions of its steps, by step name."""
+
+    def __init__(self, lane: str, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.lane = lane
+        self._method = "fork" if _fork_is_safe() else "spawn"
+        context = multiprocessing.get_context(self._method)
+        self._parent, child = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(child, dict(functions)), name=f"initopt-{lane}", daemon=True
+        )
+        try:
+            self._process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"lane {lane!r} needs a helper process, and this process already has threads, so it can't be forked; "
+                f"a spawned one must import its steps, but: {error}. Define them at the top level of a module, or call "
+                "Startup.run before anything starts threads"
+            ) from error
+        child.close()
+
+    def call(self, step: str, arguments: Mapping[str, Any]) -> Any:
+        """Run `step` in the helper and return its value. Raises what the step raised, or RuntimeError if the helper died."""
+        try:
+            message = pickle.dumps((step, dict(arguments)))
+        except Exception as error:
+            note(error, f"the inputs of step {step!r} must be picklable, since it runs in a helper process ({self.lane})")
+            raise
+        try:
+            self._parent.send_bytes(message)
+            done, value, trace = pickle.loads(self._parent.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            self._process.join(1.0)
+            raise RuntimeError(
+                f"the helper process of lane {self.lane!r} ended with exit code {self._process.exitcode} "
+                f"in step {step!r}"
+            ) from error
+        if done:
+            return value
+        note(value, f"in the helper process of lane {self.lane!r}:\n{trace}")
+        raise value
+
+    def close(self) -> None:
+        """End the helper, whatever it is doing."""
+        self._parent.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> None:
+    if "torch" in sys.modules:
+        # As in torch's own loader workers: a pool of the parent's does not exist here.
+        sys.modules["torch"].set_num_threads(1)
+    while True:
+        try:
+            step, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps((True, functions[step](**arguments), ""))
+        except BaseException as error:
+            answer = _failed(error)
+        connection.send_bytes(answer)
+
+
+def _failed(error: BaseException) -> bytes:
+    trace = traceback.format_exc()
+    try:
+        answer = pickle.dumps((False, error, trace))
+        pickle.loads(answer)
+    except Exception:
+        answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), trace))
+    return answer
+
+
+def _fork_is_safe() -> bool:
+    # Pools of native threads (OpenMP, BLAS) are idle between calls, and torch's own loader forks beside them; Python
+    # threads may hold any lock, and neither gloo's threads nor CUDA survive a fork.
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    cuda = torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized()
+    return threading.active_count() == 1 and not joined and not cuda and hasattr(os, "fork")

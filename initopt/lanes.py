@@ -1,0 +1,534 @@
+"""Running a graph: one thread per lane, steps alone where they must be, and an end within bounds when one fails.
+
+The order of the collectives is the graph's own (they form one chain on the lane `comms`), so it is equal on every rank
+whatever the timing. The other lanes start the ready step that comes first in the graph's order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from initopt import rng
+from initopt.alarm import Alarm
+from initopt.failure import PeerFailed, StartupFailed, StepTimeout, doing, note
+from initopt.graph import Graph, OrderError
+from initopt.helper_process import HelperProcess
+from initopt.peers import Failure, Peers, attempt_of_job
+from initopt.record import Recorder, Span
+from initopt.thread_state import ThreadState
+
+if TYPE_CHECKING:
+    import pluggy
+
+GRACE = 2.0
+"""Seconds that running steps get to end by themselves after a failure, before the error is raised without them."""
+TICK = 0.25
+"""Seconds between two looks at the steps' timeouts."""
+
+_runs = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """The function of a step. `parameters` maps each parameter to the step or input that provides its value.
+
+    `discard` is called with the step's value if the start-up fails.
+    """
+
+    function: Callable[..., Any]
+    parameters: Mapping[str, str]
+    discard: Callable[[Any], None] | None = None
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived during start-up."""
+
+
+class Execution:
+    """One run of a graph on this rank."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        tasks: Mapping[str, Task],
+        inputs: Mapping[str, Any],
+        *,
+        recorder: Recorder,
+        timeout: float,
+        plugins: pluggy.PluginManager,
+    ) -> None:
+        global _runs
+        _runs += 1
+        self.graph = graph
+        self.recorder = recorder
+        self.values: dict[str, Any] = dict(inputs)
+        self.rank = int(os.environ.get("RANK", "0"))
+        self._attempt = f"{attempt_of_job()}.{_runs}"
+        self._tasks = tasks
+        self._timeout = timeout
+        self._plugins = plugins
+        self._peers: Peers | None = None
+        self._thread_state = ThreadState()
+        self._caller = threading.current_thread()
+        self._alarm = Alarm()
+        self._sigterm = _Sigterm()
+        self._order = {name: index for index, name in enumerate(graph.order())}
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._lane_changed: dict[str, threading.Condition] = {}
+        self._ready: dict[str, list[tuple[int, str]]] = {}
+        self._alone: list[str] = []
+        self._missing = {name: len(graph.predecessors(name)) for name in graph}
+        self._running: dict[str, float] = {}
+        self._left = len(graph)
+        self._over = False
+        self._errors: list[BaseException] = []
+        self._heard: Failure | None = None
+        self._own_failure: Failure | None = None
+        self._threads: dict[str, threading.Thread] = {}
+        self._helpers: dict[str, HelperProcess] = {}
+        self._generators = rng.read()
+        self._sockets_before: set[int] = set()
+        self._serial = False
+
+    # Running
+
+    def overlapped(self) -> None:
+        """Run every step on its lane. Raises StartupFailed."""
+        children = _children()
+        self._sockets_before = _sockets()
+        for lane, names in self.graph.lanes().items():
+            if lane.startswith("process:"):
+                self._helpers[lane] = HelperProcess(lane, {name: self._tasks[name].function for name in names})
+        with self._guarded(children), self._sigterm.raised():
+            with self._lock:
+                for name, missing in self._missing.items():
+                    if not missing:
+                        self._becomes_ready(name)
+            self._coordinate()
+
+    def serially(self) -> None:
+        """Run the same steps one after the other, in the calling thread. Raises StartupFailed."""
+        children = _children()
+        self._sockets_before = _sockets()
+        self._serial = True
+        with self._guarded(children):
+            for name in self.graph.order():
+                with self._lock:
+                    self._running[name] = time.monotonic()
+                self._run_step(name)
+                if self._over:
+                    break
+
+    def join(self, store: Any, rank: int, world_size: int) -> None:
+        """Connect this start-up to the other ranks' through `store`. Raises OrderError if their collectives differ."""
+        if self._peers is not None or world_size == 1:
+            return
+        self.rank = rank
+        self._peers = Peers(
+            store, rank, world_size, attempt=self._attempt, status=self._status, failed=self._peer_failed
+        )
+        self._peers.start()
+        mine = self.graph.lanes().get("comms", ())
+        theirs = self._peers.agree("comms", "\n".join(mine)).split("\n")
+        for index, (here, there) in enumerate(zip([*mine, "nothing more"], [*theirs, "nothing more"], strict=False)):
+            if here != there:
+                raise OrderError(
+                    f"rank {rank} and rank 0 don't hold the same collectives: as number {index + 1} of the lane comms "
+                    f"rank {rank} has {here!r}, rank 0 {there!r}. Declare the same steps on every rank"
+                )
+
+    @contextmanager
+    def alone(self, step: str) -> Iterator[None]:
+        """Wait until no step but `step` runs, and let none start until the block ends."""
+        if self._serial:
+            yield
+            return
+        with self._lock:
+            self._alone.append(step)
+            while any(name not in self._alone for name in self._running) or self._alone[0] != step:
+                if self._over:
+                    break
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._alone.remove(step)
+                self._wake()
+
+    def _coordinate(self) -> None:
+        # The steps that fork run here: torch's loader watches its workers by signals only from the main thread, and the
+        # lanes' threads are started as late as their first step, so that most forks come before any of them.
+        while True:
+            with self._lock:
+                while not self._over and self._left and not self._can_fork():
+                    self._changed.wait(TICK)
+                    self._check_timeouts()
+                if self._over or not self._left:
+                    self._over = True
+                    self._wake()
+                    return
+                step = self._alone[0]
+                self._running[step] = time.monotonic()
+            with self._sigterm.as_before():
+                self._run_step(step)
+            with self._lock:
+                self._alone.remove(step)
+                self._wake()
+
+    def _can_fork(self) -> bool:
+        return bool(self._alone) and not self._running
+
+    def _lane(self, lane: str) -> None:
+        changed, ready = self._lane_changed[lane], self._ready[lane]
+        while True:
+            with self._lock:
+                while not self._over and (not ready or self._alone):
+                    changed.wait()
+                if self._over:
+                    return
+                name = heapq.heappop(ready)[1]
+                self._running[name] = time.monotonic()
+            self._run_step(name)
+
+    def _becomes_ready(self, name: str) -> None:
+        step = self.graph[name]
+        if "fork" in step.uses:
+            self._alone.append(name)
+            self._changed.notify_all()
+            return
+        lane = step.lane
+        if lane not in self._ready:
+            self._ready[lane] = []
+            self._lane_changed[lane] = threading.Condition(self._lock)
+            self._threads[lane] = threading.Thread(
+                target=self._lane, args=(lane,), name=f"initopt-{lane}", daemon=True
+            )
+            heapq.heappush(self._ready[lane], (self._order[name], name))
+            self._threads[lane].start()
+        else:
+            heapq.heappush(self._ready[lane], (self._order[name], name))
+            self._lane_changed[lane].notify()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for changed in self._lane_changed.values():
+            changed.notify()
+
+    # One step
+
+    def _run_step(self, name: str) -> None:
+        step = self.graph[name]
+        start, cpu = self.recorder.now(), time.thread_time()
+        error: BaseException | None = None
+        value: Any = None
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self.recorder.current_step(name))
+                if threading.current_thread() is self._caller:
+                    stack.enter_context(self._alarm.limit(name, step.timeout or self._timeout))
+                if "rng" in step.uses:
+                    self._check_generators(f"before {name!r}")
+                stack.enter_context(self._lane_context(step.lane))
+                value = self._thread_state.call(lambda: self._call(name))
+                if "rng" in step.uses:
+                    self._generators = rng.read()
+                if step.lane == "comms":
+                    self._join_by_itself()
+        except BaseException as raised:
+            error = raised
+        span = Span(
+            name,
+            start,
+            self.recorder.now(),
+            rank=self.rank,
+            lane=step.lane,
+            stage=step.stage,
+            cpu=time.thread_time() - cpu,
+            error=type(error).__name__ if error else "",
+            call_site=step.call_site,
+        )
+        self.recorder.add(span)
+        self._plugins.hook.initopt_step_ended(span=span)
+        if error is not None:
+            self._step_failed(name, error)
+            return
+        with self._lock:
+            self._running.pop(name)
+            self.values[name] = value
+            self._left -= 1
+            for edge in self.graph.successors(name):
+                self._missing[edge.after] -= 1
+                if not self._missing[edge.after] and not self._serial and not self._over:
+                    self._becomes_ready(edge.after)
+            if not self._running or not self._left:
+                self._changed.notify_all()
+            elif self._alone:
+                self._changed.notify_all()
+
+    def _call(self, name: str) -> Any:
+        task = self._tasks[name]
+        arguments = {parameter: self.values[source] for parameter, source in task.parameters.items()}
+        helper = self._helpers.get(self.graph[name].lane)
+        return helper.call(name, arguments) if helper is not None else task.function(**arguments)
+
+    def _lane_context(self, lane: str) -> Any:
+        context = self._plugins.hook.initopt_lane_context(lane=lane)
+        if context is None and lane.startswith("cuda:"):
+            raise RuntimeError(f"no installed plugin runs lane {lane!r}; the plugin 'cuda' of initopt does")
+        return context or nullcontext()
+
+    def _check_generators(self, when: str) -> None:
+        """Find a draw by a step that does not hold `rng`: its place among the draws would depend on timing."""
+        if not self._generators or rng.read() == self._generators:
+            return
+        suspects = [n for n in self.graph if (n in self.values or n in self._running) and "rng" not in self.graph[n].uses]
+        text = (
+            f"random numbers were drawn {when} by a step that does not use 'rng'. Give uses='rng' to the one that draws, "
+            f"of these: {', '.join(suspects)}"
+        )
+        if not self._serial:
+            raise OrderError(f"{text}. Overlapped, the weights would depend on timing")
+        warnings.warn(f"initopt: {text}; with overlap this is an error", stacklevel=2)
+        self._generators = rng.read()
+
+    def _join_by_itself(self) -> None:
+        if self._peers is not None:
+            return
+        distributed = getattr(sys.modules.get("torch"), "distributed", None)
+        if distributed is None or not distributed.is_initialized():
+            return
+        store = distributed.distributed_c10d._get_default_store()
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        self.recorder.agree(rank, world_size, store)
+        self.join(store, rank, world_size)
+
+    # Failure
+
+    def _status(self) -> tuple[str, float]:
+        with self._lock:
+            if not self._running:
+                return "", 0.0
+            # A rank that meets others is named by its collective step: that is where the others miss it.
+            step = min(self._running, key=lambda name: (self.graph[name].lane != "comms", self._running[name]))
+            return step, time.monotonic() - self._running[step]
+
+    def _check_timeouts(self) -> None:
+        now = time.monotonic()
+        for name, since in self._running.items():
+            limit = self.graph[name].timeout or self._timeout
+            if now - since > limit and not self._over:
+                self._fails(name, StepTimeout(name, limit), now - since)
+
+    def _step_failed(self, name: str, error: BaseException) -> None:
+        with self._lock:
+            since = self._running.pop(name)
+            if not self._over:
+                self._fails(name, error, time.monotonic() - since)
+            self._wake()
+
+    def _fails(self, name: str, error: BaseException, elapsed: float) -> None:
+        if isinstance(error, PeerFailed) and self._heard is not None:
+            return
+        note(error, f"start-up step {name!r} failed on rank {self.rank} after {elapsed:.1f} s")
+        self._errors.append(error)
+        self._own_failure = Failure(self.rank, name, elapsed, f"{type(error).__name__}: {error}")
+        self._over = True
+        self._wake()
+
+    def _peer_failed(self, failure: Failure) -> None:
+        with self._lock:
+            if self._heard is None:
+                self._heard = failure
+            self._over = True
+            self._wake()
+        _leave_collectives(self._sockets_before)
+        if self._serial:
+            self._alarm.interrupt(_peer_error(failure))
+
+    @contextmanager
+    def _guarded(self, children: set[int]) -> Iterator[None]:
+        """Turn whatever ends a run early into one StartupFailed, with nothing left running."""
+        try:
+            with self.recorder.collectives():
+                yield
+        except BaseException as error:
+            with self._lock:
+                self._over = True
+                self._wake()
+                for name, since in self._running.items():
+                    note(error, f"start-up step {name!r} was running on rank {self.rank} for {time.monotonic() - since:.1f} s")
+            if isinstance(error, Terminated):
+                self._ends_by_signal(children)
+            self._clean_up(children)
+            raise
+        finally:
+            for helper in self._helpers.values():
+                helper.close()
+        if not self._errors and self._heard is None:
+            if self._peers is not None:
+                self._peers.end()
+            self._check_generators("after the last step that uses it")
+            return
+        raise self._failed(children)
+
+    def _failed(self, children: set[int]) -> StartupFailed:
+        step = self._own_failure.step if self._own_failure else self._status()[0]
+        errors = list(self._errors)
+        if self._peers is not None and self._heard is None and self._own_failure is not None:
+            collective = self.graph[step].lane == "comms"
+            first = self._peers.announce(self._own_failure, look_for_cause=collective)
+            if first.rank != self.rank:
+                self._heard = first
+        if self._heard is not None:
+            peer = _peer_error(self._heard)
+            with self._lock:
+                for name, since in self._running.items():
+                    note(peer, f"rank {self.rank} was in start-up step {name!r} for {time.monotonic() - since:.1f} s")
+            errors.insert(0, peer)
+        if self._peers is not None:
+            others = doing(self._peers.statuses(), but=self.rank)
+            if others:
+                note(errors[0], f"meanwhile {others}")
+        _leave_collectives(self._sockets_before)
+        self._clean_up(children)
+        who = self._heard or self._own_failure
+        at = f"in step {who.step!r} " if who and who.step else ""
+        rank = who.rank if who else self.rank
+        return StartupFailed(f"start-up {self.graph.name!r} failed {at}on rank {rank}", errors)
+
+    def _clean_up(self, children: set[int]) -> None:
+        until = time.monotonic() + GRACE
+        for thread in self._threads.values():
+            thread.join(max(0.0, until - time.monotonic()))
+        for name, task in self._tasks.items():
+            if task.discard is not None and name in self.values:
+                try:
+                    task.discard(self.values[name])
+                except Exception as error:
+                    self._errors.append(error)
+        _end_children(_children() - children)
+
+    def _ends_by_signal(self, children: set[int]) -> None:
+        """Say what SIGTERM interrupted, then end by it, as the process would have without initopt."""
+        step, seconds = self._status()
+        text = f"initopt: start-up {self.graph.name!r} stopped by SIGTERM on rank {self.rank}"
+        text += f" in step {step!r} after {seconds:.1f} s" if step else ""
+        if self._peers is not None:
+            cause = self._peers.cause()
+            text += f"; {cause}" if cause is not None else ""
+        print(text, file=sys.stderr, flush=True)
+        self._clean_up(children)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _peer_error(failure: Failure) -> PeerFailed:
+    return PeerFailed(failure.rank, failure.step, failure.elapsed, failure.error)
+
+
+class _Sigterm:
+    """Raises Terminated in the main thread on SIGTERM, so that the start-up can say what it was doing."""
+
+    def __init__(self) -> None:
+        self._usable = threading.current_thread() is threading.main_thread()
+        self._before = signal.getsignal(signal.SIGTERM)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        if not self._usable:
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, self._before)
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Put the handler back while children are forked, which would inherit ours."""
+        if not self._usable:
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._before)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, _signal: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+        raise Terminated
+
+
+def _children() -> set[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            main = {int(pid) for pid in file.read().split()}
+    except OSError:
+        main = set()
+    import multiprocessing
+
+    return main | {child.pid for child in multiprocessing.active_children() if child.pid is not None}
+
+
+def _end_children(pids: set[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _sockets() -> set[int]:
+    found = set()
+    try:
+        for entry in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                    found.add(int(entry))
+            except OSError:
+                continue
+    except OSError:
+        return found
+    return found
+
+
+def _leave_collectives(before: set[int]) -> None:
+    """Make the collectives that are under way return with an error.
+
+    NCCL groups can be aborted. Gloo (torch 2.13) has an `abort` that leaves its waiting calls waiting, so the connections
+    that this start-up opened are shut instead, except those to the store, which still carries the reason to the others.
+    """
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is None or not distributed.is_initialized():
+        return
+    world = distributed.distributed_c10d._world
+    for group in list(world.pg_map):
+        try:
+            if "nccl" in distributed.get_backend(group):
+                group.abort()
+        except Exception:
+            # The group may be half made; the others still have to be left.
+            continue
+    store_port = int(os.environ.get("MASTER_PORT", "0"))
+    for descriptor in _sockets() - before:
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
+        except (OSError, IndexError, TypeError):
+            # Listening sockets and ones that closed meanwhile have no peer.
+            continue

@@ -1,0 +1,382 @@
+"""A start-up as a program: functions become the steps of a graph, and the graph is run with its steps overlapped.
+
+    start = Startup("dlrm")
+
+    @start.step(uses="rng")
+    def model(config): ...
+
+    @start.step(lane="comms")
+    def process_group(): ...
+
+    trainer = start.run(config=config)
+    trainer.model
+
+A parameter names the step (or the input of `run`) whose value it takes; a parameter with a default that names neither
+keeps its default.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from initopt import rng
+from initopt.graph import Collective, Graph, GraphError, Step
+from initopt.lanes import Execution, Task
+from initopt.record import Recorder
+
+if TYPE_CHECKING:
+    import pluggy
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Values(Mapping[str, Any]):
+    """What the steps returned, by name: `values.model` or `values["model"]`."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(f"no step is named {name!r}; there are {', '.join(self._values)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Values({', '.join(self._values)})"
+
+
+@dataclass(frozen=True)
+class _Declared:
+    step: Step
+    function: Callable[..., Any]
+    optional: frozenset[str] = frozenset()
+    early: bool = False
+    discard: Callable[[Any], None] | None = None
+
+
+@dataclass
+class Startup:
+    """The steps of one trainer's start-up, in program order.
+
+    `name` is the job's, used in records. `timeout` is the limit in seconds of a step that has none of its own.
+    """
+
+    name: str = "startup"
+    timeout: float = 1800.0
+    _declared: dict[str, _Declared] = field(default_factory=dict, repr=False)
+    _execution: Execution | None = field(default=None, repr=False)
+    _record: Path | None = field(default=None, repr=False)
+
+    def step(
+        self,
+        function: Function | None = None,
+        *,
+        name: str | None = None,
+        lane: str = "main",
+        uses: str | Iterable[str] = (),
+        after: str | Iterable[str] = (),
+        before: str | Iterable[str] = (),
+        stage: str | None = None,
+        timeout: float | None = None,
+        collectives: Iterable[Collective] = (),
+        early: bool = False,
+        discard: Callable[[Any], None] | None = None,
+        origin: str = "",
+    ) -> Any:
+        """Declare `function` as a step; usable as a decorator with or without arguments. Returns the function.
+
+        `lane`, `uses`, `stage` and `timeout` (seconds) are those of `graph.Step`. `after` and `before` order it against
+        steps whose values it does not take or give. `early`: the step forks or waits long and draws random numbers only in
+        passing; from the second start-up on it runs first, from the generator state that it will have in its turn (see
+        `rng`). `discard` is called with the value when the start-up fails or the value is thrown away. `origin` is for
+        plugins: program order between two origins is never assumed for steps that draw random numbers.
+
+        Raises GraphError if the name is taken or `before` names no step; the rest is checked when the graph is built.
+        """
+        if function is None:
+            return functools.partial(
+                self.step,
+                name=name,
+                lane=lane,
+                uses=uses,
+                after=after,
+                before=before,
+                stage=stage,
+                timeout=timeout,
+                collectives=collectives,
+                early=early,
+                discard=discard,
+                origin=origin,
+            )
+        step = Step(
+            name or function.__name__,
+            after=_names(after),
+            lane=lane,
+            uses=_names(uses),
+            stage=stage,
+            timeout=timeout,
+            collectives=tuple(collectives),
+            origin=origin,
+        )
+        if step.name in self._declared:
+            raise GraphError(
+                f"{_place(function)}: step {step.name!r} is declared already, at "
+                f"{self._declared[step.name].step.call_site}. Use `replace` to give it another function"
+            )
+        self._declared[step.name] = _declare(step, function, early, discard)
+        for later in _names(before):
+            self.order(step.name, later)
+        return function
+
+    def replace(self, name: str, function: Function) -> Function:
+        """Give step `name` another function, with that function's needs; lane, resources, stage and order stay.
+
+        Raises GraphError if there is no such step.
+        """
+        old = self._find(name)
+        self._declared[name] = _declare(old.step, function, old.early, old.discard)
+        return function
+
+    def order(self, *names: str) -> None:
+        """Let each of the steps `names` start after the one before it. Raises GraphError for an unknown step."""
+        for earlier, later in zip(names, names[1:], strict=False):
+            self._find(earlier)
+            declared = self._find(later)
+            step = replace(declared.step, after=(*declared.step.after, earlier))
+            self._declared[later] = replace(declared, step=step)
+
+    def graph(self, inputs: Iterable[str] = ()) -> Graph:
+        """Return the checked graph of the steps as declared. `inputs` are the names given to `run`.
+
+        Raises GraphError with the step, its place and the way out.
+        """
+        known = {*self._declared, *inputs}
+        steps = []
+        for declared in self._declared.values():
+            needs = tuple(n for n in declared.step.needs if n in known or n not in declared.optional)
+            steps.append(replace(declared.step, needs=needs))
+        for step in steps:
+            if "rng" in step.uses and step.lane.startswith("process:"):
+                raise GraphError(
+                    f"{step.name!r} uses 'rng' on lane {step.lane!r}: a helper process has generators of its own, so its "
+                    "draws would not be the trainer's. Put it on a thread's lane"
+                )
+        return Graph(steps, name=self.name, inputs=tuple(inputs))
+
+    def run(self, *, overlap: bool = True, recorder: Recorder | None = None, **inputs: Any) -> Values:
+        """Run every step and return their values. `overlap=False` runs the same steps one after the other.
+
+        Without a `recorder` the run is recorded under `.initopt/` (or $INITOPT_ROOT) and the record ends with the last
+        step; with one, closing it is the caller's. Raises GraphError before any step runs, StartupFailed if one fails.
+        """
+        from initopt import plugins
+
+        manager = plugins.installed()
+        manager.hook.initopt_declare(startup=self)
+        graph = self._runnable(inputs)
+        own = recorder is None
+        if recorder is None:
+            recorder = Recorder(self.name, mode="overlap" if overlap else "serial")
+        try:
+            values = self._run(graph, inputs, recorder, manager, overlap=overlap)
+        finally:
+            if own:
+                recorder.close()
+                manager.hook.initopt_run_ended(path=recorder.path)
+            self._record = recorder.path
+        return values
+
+    def join(self, store: Any, rank: int, world_size: int) -> None:
+        """Connect the running start-up to the other ranks, for a step that has the job's store before its process group.
+
+        Steps that only call `torch.distributed.init_process_group` need not: that is seen when they end.
+        """
+        if self._execution is not None:
+            self._execution.recorder.agree(rank, world_size, store)
+            self._execution.join(store, rank, world_size)
+
+    def report(self) -> str:
+        """Say where the last start-up of this object spent its time, as `initopt` prints it."""
+        from initopt.record import Run
+        from initopt.report import summary
+
+        if self._record is None:
+            raise RuntimeError(f"start-up {self.name!r} has not run yet; call run() first")
+        return summary(Run.load(self._record))
+
+    def _run(
+        self, graph: Graph, inputs: Mapping[str, Any], recorder: Recorder, manager: pluggy.PluginManager, *, overlap: bool
+    ) -> Values:
+        ledger = _ledger(self.name, recorder)
+        tasks = {name: _task(declared, graph) for name, declared in self._declared.items()}
+        early = [name for name, declared in self._declared.items() if declared.early]
+        known = [name for name in early if overlap and name in ledger]
+        planned = _with_early_steps(graph, known)
+        recorder.graph = self._recorded(planned)
+        execution = Execution(
+            planned, tasks, inputs, recorder=recorder, timeout=self.timeout, plugins=manager
+        )
+        for name in early:
+            if name in known:
+                _settle(execution, tasks, name, ledger)
+            else:
+                tasks[name] = replace(tasks[name], function=_noting(tasks[name].function, name, ledger))
+        self._execution = execution
+        try:
+            if overlap:
+                execution.overlapped()
+            else:
+                execution.serially()
+        finally:
+            self._execution = None
+        ledger.save()
+        return Values({name: execution.values[_settled(name) if name in known else name] for name in self._declared})
+
+    def _runnable(self, inputs: Iterable[str]) -> Graph:
+        """The graph that is run."""
+        return self.graph(inputs)
+
+    def _recorded(self, graph: Graph) -> Graph:
+        """The graph that goes into the record of a run of `graph`."""
+        return graph
+
+    def _find(self, name: str) -> _Declared:
+        try:
+            return self._declared[name]
+        except KeyError:
+            raise GraphError(f"no step is named {name!r}; there are {', '.join(self._declared)}") from None
+
+
+def _declare(
+    step: Step, function: Callable[..., Any], early: bool, discard: Callable[[Any], None] | None
+) -> _Declared:
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise GraphError(
+                f"{_place(function)}: step {step.name!r} takes {parameter}, but parameters name the steps that it needs; "
+                "name each of them"
+            )
+    optional = frozenset(p.name for p in parameters if p.default is not p.empty)
+    needs = tuple(parameter.name for parameter in parameters)
+    return _Declared(replace(step, needs=needs, call_site=_place(function)), function, optional, early, discard)
+
+
+def _task(declared: _Declared, graph: Graph) -> Task:
+    needs = graph[declared.step.name].needs
+    return Task(declared.function, {need: need for need in needs}, declared.discard)
+
+
+# An early step is two steps of the graph: the step itself, alone and first, and `<name>.settle` in its turn, which checks
+# that the generators stand where the ledger said and hands the value on.
+
+
+def _settled(name: str) -> str:
+    return f"{name}.settle"
+
+
+def _with_early_steps(graph: Graph, early: Iterable[str]) -> Graph:
+    """Take the steps `early` out of their turn.
+
+    The steps are listed in the graph's order, so the collectives keep the order that they have without a ledger: ranks
+    agree on it whether or not each of them has one.
+    """
+    moved = set(early)
+    if not moved:
+        return graph
+    first, rest = [], []
+    for name in graph.order():
+        step = graph[name]
+        step = replace(
+            step,
+            needs=tuple(_settled(n) if n in moved else n for n in step.needs),
+            after=tuple(_settled(n) if n in moved else n for n in step.after),
+        )
+        if name not in moved:
+            rest.append(step)
+            continue
+        others = tuple(resource for resource in step.uses if resource not in ("rng", "fork"))
+        first.append(replace(step, uses=(*others, "fork"), after=()))
+        rest.append(replace(step, name=_settled(name), needs=(name,), uses=("rng",), lane="main"))
+    return Graph([*first, *rest], name=graph.name, inputs=graph.inputs)
+
+
+def _settle(execution: Execution, tasks: dict[str, Task], name: str, ledger: rng.Ledger) -> None:
+    task, entry = tasks[name], ledger[name]
+    after: list[rng.RngState] = []
+
+    def ahead(**arguments: Any) -> Any:
+        others = rng.others()
+        with rng.swapped(entry.before):
+            value = task.function(**arguments)
+            after.append(rng.read())
+        if rng.others() != others:
+            # Python's and numpy's generators are not in the ledger, so this step has to wait for its turn.
+            after.clear()
+        return value
+
+    def in_turn(value: Any) -> Any:
+        before = rng.read()
+        if after and before == entry.before:
+            rng.write(after[0])
+            ledger[name] = rng.Entry(before, after[0])
+            return value
+        if task.discard is not None:
+            task.discard(value)
+        arguments = {parameter: execution.values[source] for parameter, source in task.parameters.items()}
+        with execution.alone(_settled(name)):
+            return _noting(task.function, name, ledger)(**arguments)
+
+    tasks[name] = replace(task, function=ahead, discard=None)
+    tasks[_settled(name)] = Task(in_turn, {"value": name}, task.discard)
+    for other, declared in tasks.items():
+        if other != _settled(name) and name in declared.parameters.values():
+            parameters = {p: _settled(name) if s == name else s for p, s in declared.parameters.items()}
+            tasks[other] = replace(declared, parameters=parameters)
+
+
+def _noting(function: Callable[..., Any], name: str, ledger: rng.Ledger) -> Callable[..., Any]:
+    """Run a step in its turn and note what it did to the generators, for the next start-up."""
+
+    @functools.wraps(function)
+    def noted(**arguments: Any) -> Any:
+        before, others = rng.read(), rng.others()
+        value = function(**arguments)
+        if before and rng.others() == others:
+            ledger[name] = rng.Entry(before, rng.read())
+        else:
+            del ledger[name]
+        return value
+
+    return noted
+
+
+def _ledger(job: str, recorder: Recorder) -> rng.Ledger:
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    path = recorder.root / "ledger" / f"{job}.rank{rank}of{world_size}.json"
+    return rng.Ledger(path, rng.digest(rng.read()))
+
+
+def _names(names: str | Iterable[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else repr(function)

@@ -1,0 +1,104 @@
+"""Plugins: the hooks they can implement, and how they are found (entry points of the group `initopt.plugins`).
+
+A plugin is a module or object whose functions are marked with `hookimpl`. It may take fewer arguments than the hook has.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from initopt.overlap import Startup
+    from initopt.record import Span
+
+GROUP = "initopt.plugins"
+
+hookspec = pluggy.HookspecMarker("initopt")
+hookimpl = pluggy.HookimplMarker("initopt")
+
+
+class PluginError(ValueError):
+    """A plugin that can't be used. The message names the plugin, the hook and what to change."""
+
+
+class Hooks:
+    """The hooks, in the order in which a start-up calls them."""
+
+    @hookspec
+    def initopt_declare(self, startup: Startup) -> None:
+        """Add, replace or order steps of `startup`, before its graph is built."""
+
+    @hookspec(firstresult=True)
+    def initopt_lane_context(self, lane: str) -> AbstractContextManager[object] | None:  # type: ignore[empty-body]
+        """Return a context manager to run a step of `lane` in, or None if the lane is not this plugin's."""
+
+    @hookspec
+    def initopt_step_ended(self, span: Span) -> None:
+        """See the span of a step that ended. Called on the step's own thread, so keep it short."""
+
+    @hookspec
+    def initopt_run_ended(self, path: Path) -> None:
+        """See the folder of a run whose record is closed, on each rank."""
+
+
+def register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
+    """Add `plugin` to `manager`. Raises PluginError, in its author's terms, if its hooks don't fit."""
+    known = [attribute for attribute in vars(Hooks) if attribute.startswith("initopt_")]
+    for attribute in dir(plugin):
+        if not attribute.startswith("initopt_") or not callable(getattr(plugin, attribute)):
+            continue
+        function = getattr(plugin, attribute)
+        where = _place(function)
+        if attribute not in known:
+            near = difflib.get_close_matches(attribute, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the hooks are {', '.join(known)}"
+            raise PluginError(f"{where}: plugin {name!r} implements {attribute!r}, which is not a hook ({hint})")
+        if not hasattr(function, "initopt_impl"):
+            raise PluginError(
+                f"{where}: {attribute!r} of plugin {name!r} is not marked; write @initopt.plugins.hookimpl above it"
+            )
+        offered = [p for p in inspect.signature(getattr(Hooks, attribute)).parameters if p != "self"]
+        for parameter in inspect.signature(function).parameters:
+            if parameter not in offered:
+                raise PluginError(
+                    f"{where}: {attribute!r} of plugin {name!r} takes {parameter!r}, but the hook gives "
+                    f"{', '.join(offered)}"
+                )
+    manager.register(plugin, name)
+
+
+@functools.cache
+def installed() -> pluggy.PluginManager:
+    """Return a manager with all installed plugins. They are looked up once per process.
+
+    Raises PluginError if one can't be imported or does not fit.
+    """
+    from importlib.metadata import entry_points
+
+    manager = pluggy.PluginManager("initopt")
+    manager.add_hookspecs(Hooks)
+    for point in entry_points(group=GROUP):
+        try:
+            plugin = point.load()
+        except Exception as error:
+            package = point.dist.name if point.dist else "an unknown package"
+            raise PluginError(
+                f"plugin {point.name!r} of {package} can't be loaded from {point.value!r}: "
+                f"{type(error).__name__}: {error}. Repair or uninstall that package"
+            ) from error
+        register(manager, plugin, point.name)
+    return manager
+
+
+def _place(function: Any) -> str:
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (OSError, TypeError):
+        return repr(function)

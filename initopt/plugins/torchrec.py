@@ -1,0 +1,374 @@
+"""The TorchRec trainer plugin: the start-up of a TorchRec trainer as ready-made steps.
+
+    start = trainer(model=make_model, loader=make_loader, dense_optimizer=make_dense_optimizer)
+    ready = start.run(config=config)
+    for _ in range(steps):
+        ready.pipeline.progress(ready.batches)
+
+Every factory is the function of a step: its parameters name what it needs, which may be any step of this file (`place`,
+`process_group`, `model`, `sharding_plan`, `dmp`, ...), a step that the user adds, or an input given to `run`. The steps draw
+random numbers in the order model, DistributedModelParallel, loader: that of a script which makes them one after the other.
+
+Tested with torch 2.13 and torchrec 1.9. Nothing of either is imported before its step runs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from initopt.compile_warmup import Compile, graphs
+from initopt.graph import Graph, Step
+from initopt.overlap import Startup, Values
+from initopt.record import Recorder, Span
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ORIGIN = "torchrec"
+FIRST_STEP = "first_step"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands: its numbers, as the launcher gave them, and its device."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    def enter(self) -> None:
+        """Make the device the current one of the calling thread, which torch keeps per thread."""
+        import torch
+
+        if self.device.type != "cpu" and self.device.index is not None:
+            torch.accelerator.set_device_index(self.device.index)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A trainer that is ready for its first step.
+
+    `model` is the DistributedModelParallel. `batches` yields every batch of the loader once, the first one fetched already.
+    `values` has what each step returned.
+    """
+
+    model: Any
+    optimizer: Any
+    pipeline: Any
+    batches: Iterator[Any]
+    device: torch.device
+    values: Values
+
+
+@dataclass
+class TrainerStartup(Startup):
+    """The start-up of a TorchRec trainer; made by `trainer`. Steps are added, replaced and ordered as in any Startup."""
+
+    labels: tuple[str, ...] = ()
+    collective_timeout: float | None = None
+    compile: Compile | None = None
+    _recorder: Recorder | None = field(default=None, repr=False)
+
+    def graph(self, inputs: Iterable[str] = ()) -> Graph:
+        """Return the graph of the steps as declared, and of the first training step, which follows them all."""
+        return self._recorded(super().graph(inputs))
+
+    def run(self, *, overlap: bool = True, recorder: Recorder | None = None, **inputs: Any) -> Ready:  # type: ignore[override]
+        """Run the steps and return the trainer. The record ends with the first `pipeline.progress`.
+
+        Raises GraphError before any step runs, StartupFailed if one fails.
+        """
+        if recorder is None:
+            recorder = Recorder(self.name, mode="overlap" if overlap else "serial", labels=self.labels)
+        try:
+            values = super().run(overlap=overlap, recorder=recorder, **inputs)
+        except BaseException:
+            recorder.close()
+            raise
+        ready = Ready(values.dmp, values.optimizer, values.pipeline, values.batches, values.place.device, values)
+        self._until_first_step(ready, recorder)
+        return ready
+
+    def _runnable(self, inputs: Iterable[str]) -> Graph:
+        return super().graph(inputs)
+
+    def _recorded(self, graph: Graph) -> Graph:
+        last = tuple(name for name in graph if not graph.successors(name))
+        return Graph([*graph.values(), replace(_FIRST_STEP, after=last)], name=graph.name, inputs=graph.inputs)
+
+    def _until_first_step(self, ready: Ready, recorder: Recorder) -> None:
+        """Record the first `progress` of the pipeline as the last step of the start-up, then get out of its way."""
+        pipeline = ready.pipeline
+        progress = pipeline.progress
+        warmed = graphs() if self.compile is not None else 0
+
+        def first(batches: Iterator[Any]) -> Any:
+            del pipeline.progress
+            start = recorder.now()
+            error = ""
+            try:
+                with recorder.collectives(), recorder.current_step(FIRST_STEP):
+                    return progress(batches)
+            except BaseException as raised:
+                error = type(raised).__name__
+                raise
+            finally:
+                span = Span(
+                    FIRST_STEP,
+                    start,
+                    recorder.now(),
+                    rank=ready.values.place.rank,
+                    lane=_FIRST_STEP.lane,
+                    stage=_FIRST_STEP.stage,
+                    error=error,
+                )
+                recorder.add(span)
+                self._after_first_step(recorder, warmed if ready.values.compile_warmup else 0)
+
+        pipeline.progress = first
+
+    def _after_first_step(self, recorder: Recorder, warmed: int) -> None:
+        recorder.close()
+        if self.collective_timeout is not None:
+            from torch import distributed
+
+            limit = datetime.timedelta(seconds=self.collective_timeout)
+            distributed.distributed_c10d._set_pg_timeout(limit, distributed.group.WORLD)
+        if warmed and graphs() > warmed:
+            warnings.warn(
+                f"initopt: the first batch compiled {graphs() - warmed} more graphs than the warm-up had: an example of "
+                "`compile` does not match what the model passes (TORCH_LOGS=recompiles names the guard)",
+                stacklevel=2,
+            )
+
+
+_FIRST_STEP = Step(FIRST_STEP, lane="comms", stage="get_first_batch_data", origin=ORIGIN)
+
+
+def trainer(
+    *,
+    model: Callable[..., nn.Module],
+    loader: Callable[..., Iterable[Any]],
+    dense_optimizer: Callable[..., Any],
+    sharders: Callable[..., list[Any]] | None = None,
+    planner: Callable[..., Any] | None = None,
+    pipeline: Callable[..., Any] | None = None,
+    checkpoint: Callable[..., Any] | None = None,
+    compile: Compile | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+    name: str = "trainer",
+    timeout: float = 1800.0,
+    collective_timeout: float | None = None,
+    labels: Iterable[str] = (),
+) -> TrainerStartup:
+    """Return the start-up of a TorchRec trainer.
+
+    Factories, whose parameters name steps or inputs:
+        model: the module, its tables on the meta device, optimizers of the tables attached.
+        loader: the DataLoader, or any iterable of batches; the step starts its workers.
+        sharders: the list of sharders. Default: TorchRec's.
+        planner: the sharding planner. Default: the one that DistributedModelParallel would make.
+        pipeline: the train pipeline. Default: TrainPipelineSparseDist.
+        checkpoint: restores in place what it takes, for example `dmp` and `optimizer`.
+    `dense_optimizer` is called with the parameters that no optimizer of the tables has, and returns theirs.
+
+    `compile` says which parts are compiled, and warmed up. `device` is `cpu` or `cuda` (default: cuda where there is one),
+    `backend` the process group's (default: nccl on cuda, gloo on cpu). `timeout` limits, in seconds, each step and each
+    collective until the first training step has ended; then `collective_timeout` holds, if it is given. `labels` go with
+    the record.
+    """
+    start = TrainerStartup(
+        name, timeout, labels=tuple(labels), collective_timeout=collective_timeout, compile=compile
+    )
+
+    def step(function: Callable[..., Any], called: str, stage: str, **about: Any) -> None:
+        start.step(function, name=called, stage=stage, origin=ORIGIN, **about)
+
+    def place() -> Place:
+        return _place(device)
+
+    def store(place: Place) -> Any:
+        from torch.distributed import rendezvous
+
+        store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
+        start.join(store, rank, world_size)
+        return store
+
+    def process_group(place: Place, store: Any) -> Any:
+        from torch import distributed
+
+        place.enter()
+        distributed.init_process_group(
+            backend or ("nccl" if place.device.type == "cuda" else "gloo"),
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        return distributed.group.WORLD
+
+    def plan_on_rank_0(place: Place, model: nn.Module, planner: Any, sharders: list[Any]) -> Any:
+        # `collective_plan` in two steps, so that the ranks that don't plan go on with other ones meanwhile.
+        return planner.plan(model, sharders) if place.rank == 0 else None
+
+    def sharding_plan(process_group: Any, plan_on_rank_0: Any) -> Any:
+        from torch import distributed
+
+        plan = [plan_on_rank_0]
+        if process_group.size() > 1:
+            distributed.broadcast_object_list(plan, group_src=0, group=process_group)
+        return plan[0]
+
+    def dmp(place: Place, process_group: Any, model: nn.Module, sharding_plan: Any, sharders: list[Any]) -> Any:
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+
+        place.enter()
+        return DistributedModelParallel(module=model, device=place.device, plan=sharding_plan, sharders=sharders)
+
+    def optimizer(place: Place, dmp: Any) -> Any:
+        from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+        from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+        place.enter()
+        parameters = dict(in_backward_optimizer_filter(dmp.named_parameters()))
+        return CombinedOptimizer([dmp.fused_optimizer, KeyedOptimizerWrapper(parameters, dense_optimizer)])
+
+    def first_batch(place: Place, loader: Iterator[Any]) -> list[Any]:
+        return _fetch(loader, place) if _reads_elsewhere(loader) else []
+
+    def batches(place: Place, loader: Iterator[Any], first_batch: list[Any]) -> Iterator[Any]:
+        # A loader without workers reads here, and may draw, so it does so in the turn of its draws.
+        return itertools.chain(first_batch or _fetch(loader, place), loader)
+
+    def compile_warmup(place: Place, model: nn.Module) -> int:
+        place.enter()
+        return compile.warm_up(model, place.device) if compile is not None else 0
+
+    step(place, "place", "device_init")
+    step(store, "store", "process_group_init", lane="comms")
+    step(process_group, "process_group", "process_group_init", lane="comms")
+    step(_compiled(model, compile), "model", "train_module_creation", uses="rng")
+    step(sharders or _default_sharders, "sharders", "train_module_creation")
+    step(planner or _default_planner, "planner", "train_module_creation")
+    step(plan_on_rank_0, "plan_on_rank_0", "train_module_creation")
+    step(sharding_plan, "sharding_plan", "train_module_creation", lane="comms")
+    step(dmp, "dmp", "train_module_creation", lane="comms", uses="rng")
+    step(optimizer, "optimizer", "init_plugins")
+    if checkpoint is not None:
+        step(checkpoint, "checkpoint", "init_plugins", lane="comms", after="optimizer")
+    step(
+        _started(loader),
+        "loader",
+        "preproc_creation",
+        lane="io:data",
+        uses=("rng", "fork"),
+        early=True,
+        discard=_stop_workers,
+    )
+    step(pipeline or _default_pipeline, "pipeline", "pre_train")
+    # Beside planning it would only fight for the interpreter's lock (both are Python through and through).
+    step(compile_warmup, "compile_warmup", "pre_train", lane="io:compile", after="plan_on_rank_0")
+    step(first_batch, "first_batch", "get_first_batch_data", lane="io:data")
+    step(batches, "batches", "get_first_batch_data", uses="rng")
+    return start
+
+
+def _place(device: str | None) -> Place:
+    import torch
+
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"{' and '.join(missing)} not in the environment: start the trainer with torchrun, or set the variables "
+            "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = Place(
+        rank,
+        local_rank,
+        world_size,
+        int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank),
+    )
+    place.enter()
+    return place
+
+
+def _default_sharders() -> list[Any]:
+    from torchrec.distributed.model_parallel import get_default_sharders
+
+    return list(get_default_sharders())
+
+
+def _default_planner(place: Place) -> Any:
+    from torchrec.distributed.comm import get_local_size
+    from torchrec.distributed.model_parallel import get_topology_domain_multiple
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+
+    topology = Topology(
+        local_world_size=get_local_size(place.world_size),
+        world_size=place.world_size,
+        compute_device=place.device.type,
+        pod_size=get_topology_domain_multiple(),
+    )
+    return EmbeddingShardingPlanner(topology=topology)
+
+
+def _default_pipeline(place: Place, dmp: Any, optimizer: Any) -> Any:
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    place.enter()
+    return TrainPipelineSparseDist(dmp, optimizer, place.device, execute_all_batches=True)
+
+
+def _compiled(model: Callable[..., nn.Module], compile: Compile | None) -> Callable[..., nn.Module]:
+    if compile is None:
+        return model
+
+    @functools.wraps(model)
+    def compiled(**arguments: Any) -> nn.Module:
+        made = model(**arguments)
+        compile.apply(made)
+        return made
+
+    return compiled
+
+
+def _started(loader: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]:
+    @functools.wraps(loader)
+    def started(**arguments: Any) -> Iterator[Any]:
+        return iter(loader(**arguments))
+
+    return started
+
+
+def _reads_elsewhere(loader: Iterator[Any]) -> bool:
+    return getattr(loader, "_num_workers", 0) > 0
+
+
+def _fetch(loader: Iterator[Any], place: Place) -> list[Any]:
+    try:
+        return [next(loader)]
+    except StopIteration:
+        raise ValueError(
+            f"the loader of rank {place.rank} has no batch: its data set, or this rank's share of it, is smaller than one "
+            "batch (mind drop_last)"
+        ) from None
+
+
+def _stop_workers(loader: Iterator[Any]) -> None:
+    if _reads_elsewhere(loader):
+        loader._shutdown_workers()  # type: ignore[attr-defined]
