@@ -34,7 +34,7 @@ DAY = 86_400.0
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
-RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Number or path; default: the latest.")]
+RunName = Annotated[str | None, typer.Argument(metavar="RUN", help="Number or path; default: the latest.")]
 Root = Annotated[Path | None, typer.Option(help="Where runs are kept; default: $INITOPT_ROOT, else .initopt.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The same data as JSON.")]
 Rank = Annotated[int | None, typer.Option(metavar="N", help="Default: the median rank.")]
@@ -88,13 +88,13 @@ def blame(
     everything: Annotated[bool, typer.Option("--all", help="Every step, not only the longest ten.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The steps, the longest first: work and wait apart."""
+    """The longest steps, work and wait apart."""
     _show(report.blame(_run(run, root), rank, everything=everything, width=_width()), as_json)
 
 
 @app.command("critical-chain")
 def critical_chain(run: RunName = None, root: Root = None, as_json: AsJson = False) -> None:
-    """The chain of steps that decided the slowest rank's first batch, across ranks."""
+    """What decided the first batch, across ranks."""
     _show(report.chain_view(_run(run, root), width=_width()), as_json)
 
 
@@ -111,7 +111,7 @@ def plot(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The picture: recorded above planned on one time axis, the longest chain in red."""
+    """Recorded above planned on one time axis."""
     found = _run(run, root)
     if trace_file is not None:
         _write(trace_file, trace.encode(found, compressed=trace_file.suffix == ".gz"))
@@ -132,14 +132,14 @@ def plot(
 @app.command()
 def draw(
     what: Annotated[
-        str | None, typer.Argument(metavar="[RUN|MODULE:NAME]", help="A run, or a Startup or Graph to import.")
+        str | None, typer.Argument(metavar="RUN|MODULE:NAME", help="A run, or a Startup or Graph to import.")
     ] = None,
     root: Root = None,
     dot: Annotated[bool, typer.Option("--dot", help="Graphviz DOT instead of Mermaid.")] = False,
     inputs: Annotated[str, typer.Option(help="Names the Startup gets from `run`, with commas between.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """The graph of steps, as text that other tools lay out."""
+    """The graph of steps, as Mermaid or DOT text."""
     graph = _graph(what, root, [name for name in inputs.split(",") if name])
     if as_json:
         _print_json({"version": report.JSON_VERSION, "graph": json.loads(graph.to_json())})
@@ -157,7 +157,7 @@ def ett(
     lost: Annotated[float, typer.Option(metavar="SECONDS", help="Work lost by a failure.")] = LOST_WORK,
     as_json: AsJson = False,
 ) -> None:
-    """Effective training time: the share of a job that goes into new data, and the gain of a shorter start-up."""
+    """Effective training time, and what is gained."""
     wanted = [_job(text, failures_per_day) for text in jobs.split(",")]
     before = None if baseline is None else _run(baseline, root)
     _show(report.ett_view(_run(run, root), before, jobs=wanted, lost_work=lost, width=_width()), as_json)
@@ -165,9 +165,7 @@ def ett(
 
 @app.command()
 def bench(
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="The initopt start-up.")
-    ] = None,
+    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The initopt start-up.")] = None,
     stock: Annotated[str | None, typer.Option(metavar="COMMAND", help="The stock start-up, in quotes.")] = None,
     root: Root = None,
     runs: Annotated[int, typer.Option(metavar="N", help="Measured runs of each.")] = 10,
@@ -184,7 +182,10 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure stock and initopt start-ups in turn, in fresh processes. Without commands: show what is saved."""
+    """Measure stock against initopt, or show a result.
+
+    Both commands run in turn, in fresh processes. Without commands the last saved measurement is shown.
+    """
     gate = None if fail_if is None else measuring.Gate.parse(fail_if)
     place = run_root(root)
     earlier = None if compare is None else measuring.load(place, compare)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -149,7 +149,7 @@ def summary(run: Run, *, width: int = 80) -> View:
     first = Text.assemble("First batch after ", (seconds(parts.total), "bold"))
     if len(finished_ranks(run)) > 1:
         first.append(f" (median rank {median}; slowest, rank {slowest}: {seconds(run.first_batch(slowest))})")
-    lines.append(first)
+    lines += _wrap(first, width)
     meaning = {
         "work": "the longest chain of steps that need each other",
         "wait": "for slower ranks",
@@ -157,9 +157,11 @@ def summary(run: Run, *, width: int = 80) -> View:
     }
     if run.graph is None:
         meaning["work"] = "all steps, as one sequence: this run has no graph"
-        meaning["queue"] = "needs a graph, except behind steps of other threads"
+        if parts.queue < SKEW:
+            meaning["queue"] = "not known without a graph"
     for name, style in (("work", LONGEST), ("wait", "yellow"), ("queue", "cyan")):
-        lines.append(Text.assemble(f"{seconds(data[name]):>9}  ", (f"{name:<6}", style), f"  {meaning[name]}"))
+        value = "·" if meaning[name].startswith("not known") else seconds(data[name])
+        lines.append(Text.assemble(f"{value:>9}  ", (f"{name:<6}", style), f"  {meaning[name]}"))
     lines.append(Text())
     if run.graph is not None:
         end = max(span.end for span in planned(run, median))
@@ -201,7 +203,7 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
 
     lines = _head(run, width)
     which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
-    lines.append(Text(f"Rank {rank}{which if len(run.headers) > 1 else ''}, the longest step first"))
+    lines += _wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}, the longest step first", width)
     slack_head = "   slack" if with_slack else ""
     lines.append(Text(f"    took    work    wait{slack_head}  {'step':<{names}}  lane", style=QUIET))
     for row in shown:
@@ -226,10 +228,9 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
         more = f"{len(rest)} more {'step' if len(rest) == 1 else 'steps'}"
         lines.append(Text(f"{more}, {seconds(sum(row.took for row in rest))} together (--all)", style=QUIET))
     lines.append(Text())
-    legend = "█ work  ░ wait for other ranks."
+    lines.append(Text("█ work  ░ wait for other ranks", style=QUIET))
     if with_slack:
-        legend += "  slack: may grow by this much before the longest chain of the graph gets longer"
-    lines += _wrap(legend, width, QUIET)
+        lines += _wrap("slack: a step may grow by this much before the graph's longest chain grows", width, QUIET)
     lines.append(_next("critical-chain", "plot"))
     return View(tuple(lines), data)
 
@@ -338,7 +339,7 @@ def bench_view(
     known = f"bench {measured.name} · {ranks} on {hosts} · {measured.cores} cores · {_moment(measured.taken)}"
     lines = _wrap(known, width, "bold")
     lines += _wrap(" · ".join(f"{name} {version}" for name, version in measured.versions.items()), width, QUIET)
-    lines += [line for label in measured.labels for line in _wrap(f"! {label}", width, "yellow")]
+    lines += _warned(measured.labels, width)
     lines.append(Text())
     rows: list[tuple[str, ...]] = [("first batch", "median", "range", "work", "wait", "queue", "runs")]
     rows += [_side(side, side.name) for side in (measured.stock, measured.initopt)]
@@ -348,9 +349,10 @@ def bench_view(
 
     ratio = measured.ratio
     pairs = f"{len(measured.stock.samples)} {'pair' if len(measured.stock.samples) == 1 else 'pairs'}"
-    slowest = f"slowest rank {seconds(measured.stock.slowest)} -> {seconds(measured.initopt.slowest)}"
-    faster = f"{ratio.median:.2f} times as fast as stock ({ratio.min:.2f} ... {ratio.max:.2f} in {pairs}), {slowest}."
+    faster = f"{ratio.median:.2f} times as fast as stock ({ratio.min:.2f} ... {ratio.max:.2f} in {pairs})."
     lines += _wrap(faster, width, "bold")
+    slowest = f"{seconds(measured.stock.slowest)} -> {seconds(measured.initopt.slowest)}"
+    lines += _wrap(f"Slowest rank {slowest} (medians).", width)
     lines += _wrap(_trained(measured.state), width)
     data: dict[str, Any] = {**json.loads(measured.to_json()), "version": JSON_VERSION, "comparison": None, "gate": None}
     warnings = list(measured.warnings)
@@ -372,7 +374,7 @@ def bench_view(
             lines += _wrap("Grew most: " + (", ".join(grown) or "no single step"), width)
         data["gate"] = {"text": str(verdict.gate), "passed": verdict.passed, "change": verdict.change}
     data["warnings"] = warnings
-    lines += [line for warning in warnings for line in _wrap(f"! {warning}", width, "yellow")]
+    lines += _warned(warnings, width)
     lines.append(_next("ett", "bench --compare NNNN"))
     finding = measured.state.verdict == "different" or (verdict is not None and not verdict.passed)
     return View(tuple(lines), data, finding)
@@ -454,15 +456,19 @@ def about(run: Run) -> dict[str, Any]:
 def _head(run: Run, width: int) -> list[Text]:
     lines = _wrap(title(run), width, "bold")
     lines += _label_lines(run, width)
-    for warning in run.warnings:
-        lines += _wrap(f"! {warning}", width, "yellow")
+    lines += _warned(run.warnings, width)
     if run.missing_ranks:
-        lines += _wrap(f"! no record of rank {_ranks(run.missing_ranks)}", width, "yellow")
+        which = "ranks" if len(run.missing_ranks) > 1 else "rank"
+        lines += _warned([f"no record of {which} {_ranks(run.missing_ranks)}"], width)
     return [*lines, Text()]
 
 
 def _label_lines(run: Run, width: int) -> list[Text]:
-    return [line for label in labels(run) for line in _wrap(f"! {label}", width, "yellow")]
+    return _warned(labels(run), width)
+
+
+def _warned(warnings: Iterable[str], width: int) -> list[Text]:
+    return [line for warning in warnings for line in _wrap(f"! {warning}", width, "yellow", indent=2)]
 
 
 def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
@@ -545,16 +551,21 @@ def _next(*verbs: str) -> Text:
     return Text("next: " + ", ".join(f"initopt {verb}" for verb in verbs), style=QUIET)
 
 
-def _wrap(text: str, width: int, style: str = "") -> list[Text]:
-    """The text in lines of at most `width` cells, broken at blanks where there are any."""
-    lines = [""]
-    for word in text.split(" "):
-        joined = f"{lines[-1]} {word}" if lines[-1] else word
-        if lines[-1].strip() and len(joined) > width:
-            lines.append(word)
-        else:
-            lines[-1] = joined
-    return [Text(line, style=style) for line in lines]
+def _wrap(text: str | Text, width: int, style: str = "", *, indent: int = 0) -> list[Text]:
+    """The text in lines of at most `width` cells, broken at blanks where there are any; all but the first indented."""
+    rest = Text(text, style=style) if isinstance(text, str) else text
+    lines: list[Text] = []
+    while True:
+        room = width if not lines else width - indent
+        at = rest.plain.rfind(" ", 1, room + 1) if len(rest) > room else -1
+        if len(rest) > room and not rest.plain[:at].strip():
+            at = rest.plain.find(" ", len(rest.plain) - len(rest.plain.lstrip()))
+        line, *more = rest.divide([at, at + 1]) if at > 0 else [rest]
+        line.rstrip()
+        lines.append(Text(" " * indent) + line if lines else line)
+        if not more:
+            return lines
+        rest = more[1]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[Text]:

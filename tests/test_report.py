@@ -1,0 +1,214 @@
+"""The views as they are printed at 80 columns, and the data behind them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from initopt import bench, report
+from initopt.record import Span
+from initopt.runs import RecordError, Run
+from tests.golden import check_golden
+from tests.synthetic import BORN, GRAPH, overlapped_spans, serial_spans, write_run
+
+LABEL = "emulated: reader first batch 5 s, 20 ms per collective"
+
+View = Callable[[Run], report.View]
+VIEWS: dict[str, View] = {
+    "summary": report.summary,
+    "blame": report.blame,
+    "chain": report.chain_view,
+    "ett": report.ett_view,
+}
+
+
+@pytest.fixture
+def serial(tmp_path: Path) -> Run:
+    path = write_run(tmp_path, serial_spans(), labels=(LABEL,))
+    return replace(Run.load(path), path=Path(".initopt/0007"))
+
+
+@pytest.fixture
+def overlapped(tmp_path: Path) -> Run:
+    path = write_run(tmp_path, overlapped_spans(), number=8, mode="overlap", labels=(LABEL,))
+    return replace(Run.load(path), path=Path(".initopt/0008"))
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Run:
+    path = write_run(tmp_path, serial_spans(), number=6, mode="stock", graph=None)
+    return replace(Run.load(path), path=Path(".initopt/0006"))
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Run:
+    spans = [of_rank[:-2] for of_rank in serial_spans()]
+    broken = next(number for number, span in enumerate(spans[1]) if span.name == "shard")
+    spans[1] = [*spans[1][:broken], replace(spans[1][broken], error="OutOfMemoryError")]
+    path = write_run(tmp_path, spans, number=9, world_size=8)
+    return replace(Run.load(path), path=Path(".initopt/0009"))
+
+
+def sample(run: int, first_batch: float, digest: str = "a" * 64) -> bench.Sample:
+    steps = {"imports": 3.0, "reader": first_batch / 2, "compile": first_batch / 4}
+    work, wait = 0.7 * first_batch, 0.1 * first_batch
+    digests = {"state, rank 0": digest, "state, rank 1": digest}
+    queue = first_batch - work - wait
+    return bench.Sample(first_batch, first_batch + 0.3, 1, work, wait, queue, steps, digests, f"{run}", f"{run}.log")
+
+
+def measurement(number: int = 6, stock: float = 24.0, mine: float = 12.0, digest: str = "a" * 64) -> bench.Bench:
+    sides = {
+        "stock": tuple(sample(run, stock + run / 10) for run in range(4)),
+        "initopt": tuple(sample(run, mine + run / 20, digest) for run in range(4)),
+    }
+    return bench.Bench(
+        number=number,
+        taken=BORN,
+        stock=bench.Side("stock", ("torchrun", "stock.py"), (LABEL,), sides["stock"]),
+        initopt=bench.Side("initopt", ("torchrun", "initopt.py"), (LABEL,), sides["initopt"]),
+        warmup=1,
+        prepare=None,
+        ranks=2,
+        hosts=("trn-01",),
+        cores=8,
+        commit="3f9c2e1d0b7a",
+        versions={"python": "3.11.7", "torch": "2.13.0"},
+    )
+
+
+@pytest.mark.parametrize("kind", ["serial", "overlapped", "stock"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_look_as_they_did(name: str, kind: str, request: pytest.FixtureRequest) -> None:
+    run: Run = request.getfixturevalue(kind)
+    check_golden(f"{name}_{kind}.txt", VIEWS[name](run).plain + "\n")
+
+
+def test_the_gain_over_a_baseline_looks_as_it_did(overlapped: Run, stock: Run) -> None:
+    check_golden("ett_baseline.txt", report.ett_view(overlapped, stock).plain + "\n")
+
+
+def test_a_start_up_that_stopped_looks_as_it_did(unfinished: Run) -> None:
+    view = report.summary(unfinished)
+    assert view.finding
+    check_golden("summary_unfinished.txt", view.plain + "\n")
+
+
+def test_a_wide_terminal_gets_the_notes_beside_the_bars(serial: Run) -> None:
+    check_golden("blame_wide.txt", report.blame(serial, 2, width=110).plain + "\n")
+
+
+def test_a_measurement_looks_as_it_did() -> None:
+    check_golden("bench.txt", report.bench_view(measurement()).plain + "\n")
+
+
+def test_a_failed_gate_looks_as_it_did() -> None:
+    before, after = measurement(), measurement(number=7, mine=14.0, digest="b" * 64)
+    comparison = bench.compare(before, after)
+    verdict = bench.Gate.parse("median > +5%").check(comparison)
+    view = report.bench_view(after, comparison, verdict)
+    assert view.finding
+    check_golden("bench_failed.txt", view.plain + "\n")
+
+
+def test_a_measurement_that_passes_is_no_finding() -> None:
+    measured = measurement()
+    verdict = bench.Gate.parse("median > +5%").check(bench.against_stock(measured))
+    assert not report.bench_view(measured, bench.against_stock(measured), verdict).finding
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("name", VIEWS)
+def test_no_line_is_wider_than_the_terminal(name: str, width: int, serial: Run) -> None:
+    view = {**VIEWS, "blame": report.blame}[name](serial, width=width)  # type: ignore[call-arg]
+    fixed = ("@ when", "@ it", "    took", "next:", "job", "1 h", "4 h", "24 h", "7 days", "   ")
+    for line in view.plain.splitlines():
+        assert len(line) <= max(width, 80 if line.startswith(fixed) else 0), line
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_labels_are_part_of_every_view_and_its_data(name: str, serial: Run) -> None:
+    view = VIEWS[name](serial)
+    assert f"! {LABEL}" in view.plain
+    assert view.data["labels"] == [LABEL]
+
+
+def test_labels_of_the_baseline_are_said_too(stock: Run, serial: Run) -> None:
+    assert f"! {LABEL}" in report.ett_view(stock, serial).plain
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_the_data_is_json_with_a_version(name: str, serial: Run) -> None:
+    data = json.loads(json.dumps(VIEWS[name](serial).data))
+    assert data["version"] == report.JSON_VERSION
+    assert data["run"] == 7
+
+
+def test_the_data_of_the_summary_adds_up(serial: Run) -> None:
+    data = report.summary(serial).data
+    assert data["work"] + data["wait"] + data["queue"] == pytest.approx(data["first_batch"]["1"])
+    assert data["planned"] == pytest.approx(3.2 + 2.0 + 6.0 + 0.5)
+
+
+def test_digests_are_not_in_the_bare_view(tmp_path: Path) -> None:
+    run = Run.load(write_run(tmp_path, serial_spans(), digests={"state": "c0ffee"}))
+    assert run.digests
+    assert "c0ffee" not in report.summary(run).plain
+
+
+def test_the_plan_keeps_steps_outside_the_graph(tmp_path: Path) -> None:
+    graph = GRAPH.without("first_step")
+    run = Run.load(write_run(tmp_path, serial_spans(), graph=graph))
+    plan = {span.name: span for span in report.planned(run, 1)}
+    assert plan["imports"].start == 0
+    assert plan["model"].start == plan["imports"].end
+    assert plan["first_step"].start == max(span.end for span in plan.values() if span.name != "first_step")
+
+
+def test_the_plan_needs_a_graph(stock: Run) -> None:
+    with pytest.raises(RecordError, match="no graph"):
+        report.planned(stock, 0)
+
+
+def test_a_rank_that_is_not_there(serial: Run) -> None:
+    with pytest.raises(RecordError, match="there is no rank 3; recorded are 0-2"):
+        report.blame(serial, 3)
+
+
+def test_blame_counts_what_it_leaves_out(tmp_path: Path) -> None:
+    spans = [Span(f"s{number}", number, number + 1) for number in range(12)]
+    run = Run.load(write_run(tmp_path, [[*spans, Span("first_step", 12, 13)]], graph=None))
+    assert "3 more steps, 3.0s together (--all)" in report.blame(run).plain
+    assert "more steps" not in report.blame(run, everything=True).plain
+
+
+def test_a_deep_chain_stays_within_the_terminal(tmp_path: Path) -> None:
+    spans = [Span(f"s{number}", number, number + 1) for number in range(99)]
+    run = Run.load(write_run(tmp_path, [[*spans, Span("first_step", 99, 100)]], graph=None))
+    view = report.chain_view(run)
+    assert len(view.data["chain"]) == 100
+    assert max(len(line) for line in view.plain.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0004, "0"),
+        (0.0006, "1ms"),
+        (0.64, "640ms"),
+        (0.9994, "999ms"),
+        (0.9996, "1.0s"),
+        (104.34, "104.3s"),
+    ],
+)
+def test_one_format_for_times(value: float, text: str) -> None:
+    assert report.seconds(value) == text
+
+
+def test_the_sentence(serial: Run) -> None:
+    assert report.sentence(serial) == "first batch after 24.5s = 8.6s work + 2.8s wait + 13.1s queue"
