@@ -99,6 +99,9 @@ class Listener(Protocol):
 def watched(listener: Listener) -> Iterator[None]:
     """Report every meeting of this process, on any thread, while the block runs. Imports torch.distributed."""
     import torch.distributed as dist
+
+    # It keeps torch's functions as keys, for the compiler: a first import while they are hooked would keep the hooks.
+    import torch.distributed._functional_collectives
     import torch.distributed.utils
     import torch.nn.parallel.distributed as ddp
     from torch.distributed import distributed_c10d as c10d
