@@ -185,13 +185,10 @@ class GraphDiff:
         return any((self.added, self.removed, self.changed, self.moved, self.graph))
 
     def __str__(self) -> str:
-        lines = [f"  {name}: {old} -> {new}" for name, (old, new) in self.graph.items()]
+        lines = [f"~ graph: {_changes(self.graph)}"] if self.graph else []
         lines += [f"+ {name}" for name in self.added]
         lines += [f"- {name}" for name in self.removed]
-        lines += [
-            f"~ {name}: " + ", ".join(f"{key} {_words(old)} -> {_words(new)}" for key, (old, new) in values.items())
-            for name, values in self.changed.items()
-        ]
+        lines += [f"~ {name}: {_changes(values)}" for name, values in self.changed.items()]
         lines += [f"~ {name}: moved in program order" for name in self.moved]
         lines += [
             f"{sign} {edge.before} -> {edge.after} ({edge.resource or edge.kind})"
@@ -230,11 +227,10 @@ class Graph(Mapping[str, Step]):
         names = tuple(self._steps)
         self._order = tuple(names[i] for i in weaver.order)
         self._predecessors = {names[i]: tuple(edges.values()) for i, edges in enumerate(weaver.edges)}
-        successors: dict[str, list[Edge]] = {each: [] for each in names}
+        self._successors: dict[str, list[Edge]] = {each: [] for each in names}
         for each in self._order:
             for edge in self._predecessors[each]:
-                successors[edge.before].append(edge)
-        self._successors = {each: tuple(edges) for each, edges in successors.items()}
+                self._successors[edge.before].append(edge)
 
     def __getitem__(self, name: str) -> Step:
         return self._steps[name]
@@ -291,7 +287,7 @@ class Graph(Mapping[str, Step]):
 
     def successors(self, name: str) -> tuple[Edge, ...]:
         """The edges that begin at this step. Raises KeyError for an unknown step."""
-        return self._successors[name]
+        return tuple(self._successors[name])
 
     def longest_chain(self, seconds: Mapping[str, float]) -> tuple[str, ...]:
         """The steps that decide the length of start-up if no lane is ever busy. `seconds` must name every step."""
@@ -676,12 +672,16 @@ _STEP_DEFAULTS = {field.name: field.default for field in fields(Step)}
 _COLLECTIVE_DEFAULTS = {field.name: field.default for field in fields(Collective)}
 
 
+def _changes(values: Mapping[str, tuple[object, object]]) -> str:
+    return ", ".join(f"{key} {_words(old)} -> {_words(new)}" for key, (old, new) in values.items())
+
+
 def _words(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_words(item) for item in value)})"
     if isinstance(value, Collective):
         return f"{value.op}@{value.group}" + (f" {value.bytes} bytes" if value.bytes else "")
-    return str(value) if value or value == 0 else "''"
+    return "none" if value in (None, "") else str(value)
 
 
 def _moved(old: Graph, new: Graph) -> tuple[str, ...]:
