@@ -1,8 +1,8 @@
 """Criteo-format data on disk: a generator with a fixed seed, and a loader that reads it in worker processes.
 
-A day is three files, as the Criteo preprocessing scripts of TorchRec and MLPerf write them: `day_0_dense.npy` (float32,
-[N, 13]), `day_0_sparse.npy` (int32, [N, 26]) and `day_0_labels.npy` (int32, [N, 1]). The values are random: this measures
-start-up, it does not learn. Run the file to write a day.
+A day is three files, named as the Criteo preprocessing of TorchRec and MLPerf names them: `day_0_dense.npy` (float32,
+[N, 13]), `day_0_sparse.npy` (int32, [N, 26]) and `day_0_labels.npy` (int32, [N, 1]). The values are random: this is
+for measuring start-up, there is nothing to learn. Run the file to write a day.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def generate(samples: int = 65_536, seed: int = 0, folder: Path | None = None) -
 
 
 @dataclass
-class Batch(Pipelineable):
+class Batch(Pipelineable):  # type: ignore[misc]
     """One batch as TorchRec's train pipelines take it. The field names are those that `DLRMTrain` reads."""
 
     dense_features: torch.Tensor
@@ -83,9 +83,9 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        self.dense_features.record_stream(stream)  # type: ignore[arg-type]
+        self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
-        self.labels.record_stream(stream)  # type: ignore[arg-type]
+        self.labels.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         return Batch(self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory())
@@ -117,7 +117,7 @@ class CriteoDay(Dataset[Rows]):
 
 @dataclass(frozen=True)
 class Collate:
-    """Rows to a `Batch`: one id per feature and sample, taken modulo the rows of its table."""
+    """Rows of a batch, as `CriteoDay` gives them, to a `Batch`: ids are taken modulo the rows of their table."""
 
     rows_per_table: tuple[int, ...]
 
@@ -143,9 +143,8 @@ def loader(
     workers: int = 1,
     seed: int = 0,
     worker_init: Callable[[int], None] | None = None,
-    pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """This rank's shuffled share of a day, in batches of `batch_size`, read by `workers` forked processes (at least one).
+    """This rank's shuffled share of a day, in batches of `batch_size`, read by `workers` forked processes (1 or more).
 
     `worker_init` runs in each worker before its first sample.
     """
@@ -159,12 +158,11 @@ def loader(
             dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed, drop_last=True
         ),
         num_workers=workers,
-        collate_fn=Collate(tuple(rows_per_table)),
+        collate_fn=Collate(tuple(rows_per_table)),  # type: ignore[arg-type]
         worker_init_fn=worker_init,
         multiprocessing_context="fork",
         persistent_workers=True,
         drop_last=True,
-        pin_memory=pin_memory,
     )
 
 

@@ -86,8 +86,8 @@ def config_from(arguments: argparse.Namespace) -> Config:
 def make_model(config: Config, device: torch.device) -> DLRMTrain:
     """The model with its tables on the meta device and the optimizer of the tables attached.
 
-    Draws the dense layers from the default generator. With `config.compile` the dense arch, the interaction and the over
-    arch compile at their first call.
+    Draws the dense layers from the default generator. With `config.compile` the dense arch, the interaction and the
+    over arch compile at their first call.
     """
     tables = EmbeddingBagCollection(
         device=torch.device("meta"),

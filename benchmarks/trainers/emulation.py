@@ -1,11 +1,12 @@
-"""A cluster's waiting, emulated on one machine: slower collectives and rendezvous, and a reader that takes time to warm up.
+# mypy: disable-error-code="override"
+"""A cluster's waiting, emulated on one machine: slow collectives, slow rendezvous, a reader that has to warm up.
 
-Waiting only: each delay is a sleep that holds neither the GIL nor a core, and nothing else about the run changes (the
-backend is still gloo, results stay bit for bit the same). A delay is paid by the thread that issues the collective, before
-it starts, so an asynchronous collective does not hide it; the emulation makes no claim about overlap inside a training step.
+Waiting only: a delay is a sleep that holds neither the GIL nor a core, and nothing else about the run changes (the
+backend is still gloo, results are the same bit for bit). The thread that issues a collective pays for it, before it
+starts, so an asynchronous collective does not hide its delay: no claim is made about overlap inside a training step.
 
-Not delayed: functional collectives of the kinds all-gather and reduce-scatter (they bypass a group written in Python), point
-to point receives, and reads of the key-value store.
+Not delayed: functional all-gather and reduce-scatter (they bypass a group written in Python), point to point receives,
+and reads of the key-value store.
 """
 
 from __future__ import annotations
@@ -78,11 +79,12 @@ class DelayedGroup(dist.ProcessGroup):
     `get_backend` says so. Calls from C++ (the constructor and reducer of DistributedDataParallel) arrive here as well.
     """
 
-    # Every method that C++ can call is spelled out: pybind11 tells a call of super() from an endless recursion by the name
-    # of the calling function, which a method made in a loop would not have.
+    # Each method is spelled out: pybind11 tells a call of super() from an endless recursion by the name of the calling
+    # function, which methods made in a loop would not have.
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # the constructor with a store can't be subclassed
+        # The constructor that takes the store can't be subclassed; the stub knows only that one.
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         time.sleep(values.RENDEZVOUS_SECONDS)
 
