@@ -176,9 +176,7 @@ class Recorder:
             raise ValueError(f"mode is {mode!r}: it must be one of {', '.join(get_args(Mode))}")
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least 1, the run that is being recorded, stays")
-        age, self._zero_from = _process_age()
-        self._zero = time.perf_counter() - age
-        self._process_start = time.time() - age
+        self._zero, self._process_start, self._zero_from = _process_start()
         self._job = job
         self._mode = mode
         self.root = run_root(root)
@@ -217,20 +215,32 @@ class Recorder:
 
         Without a `lane` it is the one that this thread is in: `main` for the main thread, else the thread's name.
         """
+        entered = time.perf_counter()
         with self.current_step(name, lane=lane) as outer:
             lane = self._lane()
             error = ""
             cpu = time.thread_time()
-            start = self.now()
+            start = time.perf_counter()
             try:
                 yield
             except BaseException as raised:
                 error = type(raised).__name__
                 raise
             finally:
-                end = self.now()
+                end = time.perf_counter()
                 cpu = time.thread_time() - cpu
-                self.add(Span(name, start, end, lane=lane, stage=stage, cpu=cpu, step=outer, error=error))
+                span = Span(
+                    name,
+                    start - self._zero,
+                    end - self._zero,
+                    rank=self.rank,
+                    lane=lane,
+                    stage=stage,
+                    cpu=cpu,
+                    step=outer,
+                    error=error,
+                )
+                self._write(span, end - (start - entered))
 
     @contextmanager
     def current_step(self, name: str, *, lane: str | None = None) -> Iterator[str]:
@@ -455,7 +465,7 @@ class Recorder:
         import msgspec
 
         if isinstance(record, Span):
-            line = msgspec.json.encode(replace(record, rank=self.rank))
+            line = msgspec.json.encode(record if record.rank == self.rank else replace(record, rank=self.rank))
         else:
             if isinstance(record, Digest):
                 record = replace(record, rank=self.rank)
@@ -505,6 +515,7 @@ class _Meetings:
             name=meeting.op,
             start=meeting.start - recorder._zero,
             end=meeting.end - recorder._zero,
+            rank=recorder.rank,
             lane=recorder._lane(),
             kind="collective",
             cpu=meeting.cpu,
@@ -527,15 +538,29 @@ class _Meetings:
             self._recorder._own_cost += seconds
 
 
-def _process_age() -> tuple[float, Literal["kernel", "import"]]:
-    """Seconds since this process was started, and who says so. The kernel counts in ticks, mostly of 10 ms."""
-    since_import = time.perf_counter() - _IMPORTED
+def _process_start() -> tuple[float, float, Literal["kernel", "import"]]:
+    """When this process was started: in seconds of `time.perf_counter`, in unix time, and who says so.
+
+    The kernel counts in ticks, mostly of 10 ms. Ranks of one machine are still on one axis: all ask the same clock.
+    """
+    # The closest of some readings: between two clocks a busy machine may stop the process for milliseconds.
+    _, now, unix, since_boot = min(_read_clocks() for _ in range(5))
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return since_import, "import"
-    return (age, "kernel") if age >= since_import else (since_import, "import")
+        age = since_boot - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        age = -1.0
+    if age >= now - _IMPORTED:
+        return now - age, unix - age, "kernel"
+    return _IMPORTED, unix - (now - _IMPORTED), "import"
+
+
+def _read_clocks() -> tuple[float, float, float, float]:
+    """How long the reading took, then `perf_counter`, unix time, and the seconds since the machine's boot (or 0)."""
+    now = time.perf_counter()
+    unix = time.time()
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
+    return time.perf_counter() - now, now, unix, since_boot
 
 
 def _boot() -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -342,10 +343,10 @@ def _with_waits(spans: list[Span], warnings: list[str]) -> list[Span]:
     spans = [replace(s, wait=waits.get((s.rank, s.group, s.sequence), 0.0)) if _meets(s) else s for s in spans]
 
     waiting: defaultdict[int, list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda s: s.start):
+    for span in sorted(spans, key=attrgetter("start")):
         if span.wait:
             waiting[span.rank].append(span)
-    start: Callable[[Span], float] = lambda s: s.start  # noqa: E731
+    start = attrgetter("start")
     for place, span in enumerate(spans):
         if span.kind != "step":
             continue

@@ -122,6 +122,57 @@ def test_the_current_step_and_lane_are_set_without_a_span(tmp_path: Path) -> Non
     assert steps == [("inner", "plan", "comms"), ("after", "", "main")]
 
 
+def test_a_collective_knows_its_step_and_lane_and_closing_takes_the_hooks_out(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    own = dist.barrier
+    with Recorder("j", mode="overlap", root=tmp_path) as recorder, recorder.collectives():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        recorder.agree(0, 1)
+
+        def comms() -> None:
+            with recorder.current_step("topology", lane="comms"):
+                dist.barrier()
+
+        thread = threading.Thread(target=comms)
+        thread.start()
+        thread.join(60)
+        assert dist.barrier is not own
+        recorder.close()
+        assert dist.barrier is own
+        dist.barrier()
+    dist.destroy_process_group()
+    found = [
+        (s["op"], s["step"], s["lane"], s["group"], s["sequence"]) for s in lines(tmp_path / "0001") if s.get("op")
+    ]
+    assert found == [("init_process_group", "", "main", "world", 0), ("barrier", "topology", "comms", "world", 1)]
+
+
+def test_own_cost_grows_with_what_is_recorded_and_fits_into_the_time_there_was(tmp_path: Path) -> None:
+    costs = []
+    for spans in (0, 2000):
+        began = time.perf_counter()
+        with Recorder("j", mode="stock", root=tmp_path) as recorder:
+            recorder.agree(0, 1)
+            for _ in range(spans):
+                with initopt.step("model"):
+                    pass
+        costs.append(lines(tmp_path / f"{len(costs) + 1:04}")[-1]["own_cost"])
+        assert 0 < costs[-1] <= time.perf_counter() - began
+    assert costs[1] > costs[0]
+
+
+def test_a_step_has_the_cpu_seconds_of_its_thread(tmp_path: Path) -> None:
+    with Recorder("j", mode="stock", root=tmp_path) as recorder:
+        recorder.agree(0, 1)
+        before = time.thread_time()
+        with initopt.step("fill"):
+            sum(range(100_000))
+        spent = time.thread_time() - before
+    (fill,) = (s for s in lines(tmp_path / "0001") if s["kind"] == "step")
+    assert 0 < fill["cpu"] <= spent
+
+
 def test_a_step_without_a_recorder_does_nothing() -> None:
     with initopt.step("alone"):
         pass
