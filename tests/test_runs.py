@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from initopt.record import FIRST_STEP, Header, Span
+from initopt.graph import Graph, Step
+from initopt.record import FIRST_STEP, Header, Recorder, Span
 from initopt.runs import RecordError, Run
 
 TRAILER = {"kind": "trailer", "end": 9.0, "own_cost": 0.25, "peak_rss": 1, "cpu": 2.0}
@@ -248,3 +249,18 @@ def test_digests_trailers_and_groups_are_kept_per_rank(tmp_path: Path) -> None:
     assert run.groups == {"1": (0, 1)}
     assert {rank: t.own_cost for rank, t in run.trailers.items()} == {0: 0.5, 1: 1.5}
     assert run.own_cost == 1.5
+
+
+def test_the_graph_comes_back_with_the_run(tmp_path: Path) -> None:
+    graph = Graph([Step("model"), Step("shard", needs=("model",))], name="dlrm")
+    Recorder("dlrm", mode="overlap", root=tmp_path, graph=graph).close()
+    found = Run.latest(tmp_path).graph
+    assert found is not None and found.digest() == graph.digest()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"steps": 3}'])
+def test_a_broken_graph_is_named(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "0001", header(0, 1), [])
+    (tmp_path / "0001" / "graph.json").write_text(text)
+    with pytest.raises(RecordError, match=r"0001/graph\.json: "):
+        Run.load(tmp_path / "0001")
