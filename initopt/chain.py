@@ -1,9 +1,10 @@
 """Start-up = work + wait + queue, and the chain of steps that decided it, across ranks.
 
-Read backwards from the end of the first training step: a step began when the last step it needs had ended (the chain
-goes on there), except for the time it stood ready behind others (queue). Where a rank waited in a collective, the chain
-goes on at the rank that came last. In a run without a graph the steps count as one sequence, and what ran between them,
-unrecorded, counts as work. This file does not know what would happen with other steps or other times (see `simulate`).
+The chain is the longest one of steps that need each other, by what each took, and ends with the first training step. The
+time in which it stood still is queue: its next step, or another one that this step needed, was behind other steps. Where
+a rank waited in a collective, the chain goes on at the rank that came last. In a run without a graph the steps count as
+one sequence, and what ran between them, unrecorded, counts as work. This file does not know what would happen with other
+steps or other times (see `simulate`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _ROUNDING = 1e-6
 class Split:
     """The parts of one rank's time to first batch, in seconds. They add up to it.
 
-    `work` is the chain of steps that need each other, `wait` the part of that chain spent for slower ranks, `queue` the
-    time in which the next step of the chain was ready, but its lane or a resource was busy, or nothing had started it.
+    `work` is the longest chain of steps that need each other, `wait` the part of that chain spent for slower ranks,
+    `queue` the time in which the chain stood still, because a lane or a resource was busy or nothing started its steps.
     """
 
     work: float
@@ -54,7 +55,7 @@ class Link:
 
     `took` is the time from `start` to where the link before this one in the list took over. `wait` of it was spent for
     slower ranks; `waited_for` is the rank that came last and where the chain goes on, None when it stays on this rank.
-    Before `start` the step stood ready for `queue` seconds `behind` other steps (empty: nothing recorded was running).
+    Before `start` the chain stood still for `queue` seconds, `behind` other steps (empty: nothing recorded was running).
     The chain enters the step at `joined`: at its start, or when the rank `waited_for` came to the meeting inside it.
     """
 
@@ -178,6 +179,7 @@ class _Walk:
         self.zero = zero
         self._spans: dict[int, list[Span]] = {}
         self._lines: dict[int, _Lines] = {}
+        self._lengths: dict[int, dict[str, float]] = {}
         self._arrivals: dict[tuple[str, int], list[Span]] = {}
         for span in spans:
             self._spans.setdefault(span.rank, []).append(span)
@@ -243,30 +245,51 @@ class _Walk:
         return min(sum(waits), until - step.start)
 
     def _needed(self, step: Span | None, rank: int, start: float) -> Span | None:
-        """The step that a step starting at `start` needed last, None when it needed only the process."""
+        """The step before this one on the longest chain to a start at `start`, None when only the process was needed."""
         lines = self.lines(rank)
         if step is not None and self.graph is not None and step.name in self.graph:
             edges = [edge for edge in self.graph.predecessors(step.name) if edge.kind != "resource"]
             spans = [lines.latest(edge.before, start) for edge in edges]
             found = [span for span in spans if span is not None]
             if found:
-                return max(found, key=lambda span: span.end)
+                lengths = self._chain_lengths(rank)
+                return max(found, key=lambda span: (lengths[span.name], span.end))
             # Nothing in the graph comes before it: it needs what ran before the graph began, the imports at least.
             graph_began = min(span.start for span in lines.steps if span.name in self.graph)
             start = min(start, graph_began)
             return next((s for s in lines.ended_by(start) if s.name not in self.graph and s.start < start), None)
-        return next((span for span in lines.ended_by(start) if span.start < start), None)
+        last = next((span for span in lines.ended_by(start) if span.start < start), None)
+        if last is not None and self.graph is not None and last.name in self.graph:
+            lengths = self._chain_lengths(rank)
+            ended = (span for span in lines.ended_by(start) if span.start < start and span.name in lengths)
+            return max(ended, key=lambda span: (lengths[span.name], span.end))
+        return last
+
+    def _chain_lengths(self, rank: int) -> dict[str, float]:
+        """Seconds of the longest chain that ends with each step of the graph, on this rank."""
+        if rank not in self._lengths:
+            assert self.graph is not None
+            lengths: dict[str, float] = {}
+            for name in self.graph.order():
+                took = max((span.end - span.start for span in self.lines(rank).by_name.get(name, ())), default=0.0)
+                needs = [edge.before for edge in self.graph.predecessors(name) if edge.kind != "resource"]
+                lengths[name] = took + max((lengths[need] for need in needs), default=0.0)
+            self._lengths[rank] = lengths
+        return self._lengths[rank]
 
     def _holders(self, step: Span | None, rank: int, ready: float, start: float) -> tuple[str, ...]:
-        """Steps that ran on the lane or resource of a step while it stood ready, or else all that ran."""
+        """Steps in the way of a step from `ready` on: on its lane or resource, or needed by it; or else all that ran."""
         running = [s for s in self.lines(rank).steps if s.start < start - _ROUNDING and s.end > ready + _ROUNDING]
         running = [s for s in running if s is not step]
         if step is not None:
-            running = [s for s in running if s.lane == step.lane or self._share(s.name, step.name)] or running
+            in_the_way = [s for s in running if s.lane == step.lane or self._bound(s.name, step.name)]
+            running = in_the_way or running
         return tuple(dict.fromkeys(s.name for s in running))
 
-    def _share(self, one: str, other: str) -> bool:
-        if self.graph is None or one not in self.graph or other not in self.graph:
+    def _bound(self, one: str, step: str) -> bool:
+        """Whether `step` could not start while `one` ran, whatever their lanes."""
+        if self.graph is None or one not in self.graph or step not in self.graph:
             return False
-        uses = self.graph[one].uses, self.graph[other].uses
-        return bool(set(uses[0]) & set(uses[1])) or "fork" in uses[0] + uses[1]
+        uses = self.graph[one].uses, self.graph[step].uses
+        shared = bool(set(uses[0]) & set(uses[1])) or "fork" in uses[0] + uses[1]
+        return shared or any(edge.before == one for edge in self.graph.predecessors(step))

@@ -52,7 +52,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A step of the longest chain that stood ready from `start` to `end` behind others."""
+    """The time from `start` to `end` in which the longest chain stood still before `step`, behind others."""
 
     step: str
     lane: str
@@ -371,7 +371,7 @@ class _Page:
             Patch(facecolor=RED, label="longest chain"),
             Patch(facecolor=GREY, label="other work"),
             Patch(facecolor="white", edgecolor=FAINT, hatch="/////", label="wait for other ranks"),
-            Line2D([], [], color=QUEUE, lw=1.6, ls=(0, (1, 1.2)), label="queue: ready, lane busy"),
+            Line2D([], [], color=QUEUE, lw=1.6, ls=(0, (1, 1.2)), label="queue: the chain stood still"),
             Line2D([], [], color=INK, lw=1.2, label="first batch"),
         ]
         self.figure.legend(

@@ -101,7 +101,7 @@ def planned(run: Run, rank: int) -> list[Span]:
         if span.name not in graph and span.end <= began + SKEW:
             spans.append(replace(span, start=clock, end=clock + _work(span), wait=0.0))
             clock = spans[-1].end
-    simulated = simulate(graph, work_of(run, rank))
+    simulated = simulate(graph, _per_step(run, rank, waits=False))
     spans += [replace(s, start=s.start + clock, end=s.end + clock, rank=rank) for s in simulated]
     clock = max((span.end for span in spans), default=0.0)
     for span in recorded:
@@ -111,14 +111,14 @@ def planned(run: Run, rank: int) -> list[Span]:
     return spans
 
 
-def work_of(run: Run, rank: int) -> dict[str, float]:
-    """Seconds of work of every step of the run's graph on `rank`: what it took less its wait, 0 if it did not run."""
+def _per_step(run: Run, rank: int, *, waits: bool) -> dict[str, float]:
+    """Seconds of every step of the run's graph on `rank`, with or without its `waits`; 0 where it did not run."""
     graph = run.graph
-    work = dict.fromkeys(graph, 0.0) if graph is not None else {}
+    took = dict.fromkeys(graph, 0.0) if graph is not None else {}
     for span in steps_of(run, rank):
-        if span.name in work:
-            work[span.name] += _work(span)
-    return work
+        if span.name in took:
+            took[span.name] += span.end - span.start if waits else _work(span)
+    return took
 
 
 def sentence(run: Run) -> str:
@@ -153,7 +153,7 @@ def summary(run: Run, *, width: int = 80) -> View:
     meaning = {
         "work": "the longest chain of steps that need each other",
         "wait": "for slower ranks",
-        "queue": "ready, but the lane was busy with other steps",
+        "queue": "the chain stood still behind other steps",
     }
     if run.graph is None:
         meaning["work"] = "all steps, as one sequence: this run has no graph"
@@ -176,7 +176,7 @@ def summary(run: Run, *, width: int = 80) -> View:
 
 def blame_rows(run: Run, rank: int) -> list[Row]:
     """The steps of one rank, the longest first."""
-    slack = run.graph.slack(work_of(run, rank)) if run.graph is not None else {}
+    slack = run.graph.slack(_per_step(run, rank, waits=True)) if run.graph is not None else {}
     rows = []
     for span in steps_of(run, rank):
         note = f"failed: {span.error}" if span.error else _why(run, span)
@@ -244,7 +244,7 @@ def chain_view(run: Run, *, width: int = 80) -> View:
     deep = 2 if 2 * len(shown) <= width // 2 else (1 if len(shown) <= width // 2 else 0)
 
     lines = _head(run, width)
-    lines.append(Text("@ when it began   + how long it took   ⋯ ready but queued   (rank that decided)", QUIET))
+    lines.append(Text("@ when it began   + how long it took   ⋯ queued   (rank that decided)", QUIET))
     lines.append(Text())
     several = len(run.headers) > 1
     before: Link | None = None
@@ -266,7 +266,7 @@ def chain_view(run: Run, *, width: int = 80) -> View:
         if note:
             lines += [Text(under + "│ ", QUIET) + part for part in _wrap(note, width - len(under) - 2, "yellow")]
         if link.queue > SKEW:
-            who = "behind " + ", ".join(link.behind) if link.behind else "nothing recorded was in the way"
+            who = _behind(link.behind)
             for number, part in enumerate(_wrap(f"{seconds(link.queue)} {who}", width - len(under) - 4, "cyan")):
                 lines.append(Text(under + ("│ ⋯ " if number == 0 else "│   "), QUIET) + part)
         before = link
@@ -511,6 +511,13 @@ def _why(run: Run, span: Span) -> str:
     return f"rank {last.rank} was in {busy[-1].name}" if busy else f"last: rank {last.rank}"
 
 
+def _behind(steps: Sequence[str]) -> str:
+    if not steps:
+        return "nothing recorded was in the way"
+    more = f" and {len(steps) - 4} more" if len(steps) > 5 else ""
+    return "behind " + ", ".join(steps[:4] if more else steps) + more
+
+
 def _decided(run: Run, links: Sequence[Link]) -> str:
     met: dict[int, int] = {}
     for link in links:
@@ -525,7 +532,7 @@ def _decided(run: Run, links: Sequence[Link]) -> str:
         said.append(f"No meeting held it up: rank {links[0].rank} decided alone.")
     if run.graph is not None:
         on_chain = {link.step for link in links}
-        slack = run.graph.slack(work_of(run, links[0].rank))
+        slack = run.graph.slack(_per_step(run, links[0].rank, waits=True))
         near = min((s for s in slack if s not in on_chain and slack[s] > SKEW), key=lambda s: slack[s], default=None)
         if near is not None:
             said.append(f"Nearest other chain of the graph: through {near}, {seconds(slack[near])} shorter.")

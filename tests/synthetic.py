@@ -39,7 +39,7 @@ WORK: dict[str, tuple[float, float, float]] = {
     "plan": (3.0, 0.1, 0.1),
     "plan.broadcast": (0.04, 0.04, 0.04),
     "shard": (2.5, 2.5, 2.6),
-    "compile": (6.0, 6.0, 6.0),
+    "compile": (4.0, 4.0, 4.0),
     "optimizer": (0.2, 0.2, 0.2),
     "first_step": (0.5, 0.5, 0.5),
 }

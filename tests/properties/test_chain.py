@@ -55,3 +55,11 @@ def test_without_a_graph_a_serial_schedule_is_all_work(schedule: tuple[Graph, li
     graph, spans = schedule
     serial = simulate(graph, {span.name: span.end - span.start for span in spans}, serial=True)
     assert sum(link.queue for link in rank_chain(serial, None)) == 0
+
+
+@given(schedules())
+def test_the_work_is_the_longest_chain_of_the_graph(schedule: tuple[Graph, list[Span]]) -> None:
+    graph, spans = schedule
+    took = {span.name: span.end - span.start for span in spans}
+    longest = sum(took[name] for name in graph.longest_chain(took))
+    assert sum(link.took for link in rank_chain(spans, graph)) == pytest.approx(longest)
