@@ -5,13 +5,60 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from initopt.compile_warmup import Call as Call
+    from initopt.compile_warmup import Compile as Compile
+    from initopt.failure import PeerFailed as PeerFailed
+    from initopt.failure import StartupFailed as StartupFailed
+    from initopt.failure import StepTimeout as StepTimeout
+    from initopt.graph import Collective as Collective
+    from initopt.graph import Graph as Graph
+    from initopt.graph import GraphError as GraphError
+    from initopt.graph import OrderError as OrderError
+    from initopt.graph import Step as Step
+    from initopt.overlap import Startup as Startup
+    from initopt.overlap import Values as Values
     from initopt.record import Recorder as Recorder
+    from initopt.record import Span as Span
     from initopt.record import step as step
     from initopt.runs import Run as Run
 
-_HOME = {"Recorder": "record", "Run": "runs", "step": "record"}
+_HOME = {
+    "Call": "compile_warmup",
+    "Collective": "graph",
+    "Compile": "compile_warmup",
+    "Graph": "graph",
+    "GraphError": "graph",
+    "OrderError": "graph",
+    "PeerFailed": "failure",
+    "Recorder": "record",
+    "Run": "runs",
+    "Span": "record",
+    "Startup": "overlap",
+    "StartupFailed": "failure",
+    "Step": "graph",
+    "StepTimeout": "failure",
+    "Values": "overlap",
+    "step": "record",
+}
 
-__all__ = ["Recorder", "Run", "step"]
+__all__ = [
+    "Call",
+    "Collective",
+    "Compile",
+    "Graph",
+    "GraphError",
+    "OrderError",
+    "PeerFailed",
+    "Recorder",
+    "Run",
+    "Span",
+    "Startup",
+    "StartupFailed",
+    "Step",
+    "StepTimeout",
+    "Values",
+    "step",
+]
 
 
 def __getattr__(name: str) -> Any:

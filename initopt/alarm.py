@@ -14,8 +14,8 @@ from initopt.failure import StepTimeout
 class Alarm:
     """Raises an error in the thread that made it, from a timer or from another thread.
 
-    It needs the main thread and an unused SIGALRM; elsewhere `limit` and `interrupt` do nothing, since Python has no other
-    way to interrupt a thread. A call that never returns to Python is not interrupted.
+    It needs the main thread and an unused SIGALRM; elsewhere `limit` and `interrupt` do nothing, since Python has no
+    other way to interrupt a thread. A call that never returns to Python is not interrupted.
     """
 
     def __init__(self) -> None:

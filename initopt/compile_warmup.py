@@ -1,8 +1,9 @@
 """Compiling parts of a model before the first batch is there, from examples of their inputs, without leaving a trace.
 
-The parts are traced and lowered in the thread that warms them up, forward and backward, and the compiled code is installed;
-but where it would run for the first time it raises instead. So no kernel runs: no gradient, no buffer update, no draw. The
-real first batch finds the code there, if its inputs match the examples in shape, stride, dtype and `requires_grad`.
+The parts are traced and lowered in the thread that warms them up, forward and backward, and the compiled code is
+installed; but where it would run for the first time it raises instead. So no kernel runs: no gradient, no buffer
+update, no draw. The real first batch finds the code there, if its inputs match the examples in shape, stride, dtype
+and `requires_grad`.
 """
 
 from __future__ import annotations
@@ -59,18 +60,21 @@ class Compile:
     def warm_up(self, model: nn.Module, device: Any) -> int:
         """Compile the parts that have an example, on the calling thread; return how many graphs that made.
 
-        What fails here is left to the first batch, with one warning: there it fails as it would without a warm-up, or not.
+        What fails here is left to the first batch, with one warning: there it fails as it would without a warm-up, or
+        not.
         """
         if self.examples is None:
             return 0
         import torch
         from torch._functorch import config
 
-        before = graphs()
+        before = self.graphs()
         parts = self.parts(model)
         for name, call in self.examples(device).items():
             if name not in parts:
-                raise ValueError(f"there is an example for {name!r}, which is no part; the parts are {', '.join(parts)}")
+                raise ValueError(
+                    f"there is an example for {name!r}, which is no part; the parts are {', '.join(parts)}"
+                )
             with _warming(), config.patch(force_non_lazy_backward_lowering=torch.is_grad_enabled()):
                 try:
                     parts[name](*call.args, **call.kwargs)
@@ -82,14 +86,14 @@ class Compile:
                         "it compiles at the first batch. Compare its example with what the model passes it",
                         stacklevel=2,
                     )
-        return graphs() - before
+        return self.graphs() - before
 
+    @staticmethod
+    def graphs() -> int:
+        """How many graphs torch's compiler has made in this process."""
+        from torch._dynamo.utils import counters
 
-def graphs() -> int:
-    """How many graphs torch's compiler has made in this process."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
+        return int(counters["stats"]["unique_graphs"])
 
 
 class _Compiled(Exception):
@@ -118,8 +122,8 @@ class _Backend:
 
 @contextmanager
 def _warming() -> Iterator[None]:
-    # Tracing saves the default generators and puts them back, which would undo what other threads draw meanwhile. It draws
-    # nothing itself, so this thread's putting back can be left out.
+    # Tracing saves the default generators and puts them back, which would undo what other threads draw meanwhile. It
+    # draws nothing itself, so this thread's putting back can be left out.
     import torch
 
     restores: list[tuple[ModuleType, str]] = [(random, "setstate"), (torch.random, "set_rng_state")]

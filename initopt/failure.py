@@ -1,4 +1,4 @@
-"""How a start-up fails: the exceptions that `Startup.run` raises, and the notes that say step, rank and elapsed time."""
+"""How a start-up fails: what `Startup.run` raises, and the notes that say step, rank and elapsed time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StartupFailed(BaseExceptionGroup[BaseException]):
     Every rank of the job raises it, whichever rank failed first.
     """
 
-    def derive(self, excs: Sequence[BaseException]) -> StartupFailed:
+    def derive(self, excs: Sequence[BaseException]) -> StartupFailed:  # type: ignore[override]
         """Keep the type when a handler splits the group."""
         return StartupFailed(self.message, excs)
 
@@ -68,7 +68,9 @@ def doing(statuses: Mapping[int, tuple[str, float]], *, but: int) -> str:
     parts = []
     for step, ranks in by_step.items():
         who = "rank" if len(ranks) == 1 else "ranks"
-        names = ", ".join(str(rank) for rank, _ in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        names = ", ".join(str(rank) for rank, _ in ranks[:8]) + (
+            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        )
         what = f"in {step!r} for {max(s for _, s in ranks):.1f} s" if step else "between steps"
         parts.append(f"{who} {names} {'finished' if step == 'ended' else what}")
     return "; ".join(parts)

@@ -1,8 +1,8 @@
 """A lane that is a process: pure-Python steps that would hold the interpreter lock of the trainer's own process.
 
-The helper is forked at the beginning of a run, before this process has threads, so it knows the steps' functions as they
-are, closures included. Values go in and come back pickled. Where threads already exist a fork is unsafe: the helper is
-spawned then, and the steps' functions must be importable.
+The helper is forked at the beginning of a run, before this process has threads, so it knows the steps' functions as
+they are, closures included. Values go in and come back pickled. Where threads already exist a fork is unsafe: the
+helper is spawned then, and the steps' functions must be importable.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class HelperProcess:
 
     def __init__(self, lane: str, functions: Mapping[str, Callable[..., Any]]) -> None:
         self.lane = lane
-        self._method = "fork" if _fork_is_safe() else "spawn"
-        context = multiprocessing.get_context(self._method)
+        method = "fork" if _fork_is_safe() else "spawn"
+        context: Any = multiprocessing.get_context(method)
         self._parent, child = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(child, dict(functions)), name=f"initopt-{lane}", daemon=True
@@ -42,11 +42,13 @@ class HelperProcess:
         child.close()
 
     def call(self, step: str, arguments: Mapping[str, Any]) -> Any:
-        """Run `step` in the helper and return its value. Raises what the step raised, or RuntimeError if the helper died."""
+        """Run `step` in the helper and return its value. Raises what it raised, RuntimeError if the helper died."""
         try:
             message = pickle.dumps((step, dict(arguments)))
         except Exception as error:
-            note(error, f"the inputs of step {step!r} must be picklable, since it runs in a helper process ({self.lane})")
+            note(
+                error, f"the inputs of step {step!r} must be picklable, since it runs in a helper process ({self.lane})"
+            )
             raise
         try:
             self._parent.send_bytes(message)

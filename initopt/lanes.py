@@ -213,9 +213,7 @@ class Execution:
         if lane not in self._ready:
             self._ready[lane] = []
             self._lane_changed[lane] = threading.Condition(self._lock)
-            self._threads[lane] = threading.Thread(
-                target=self._lane, args=(lane,), name=f"initopt-{lane}", daemon=True
-            )
+            self._threads[lane] = threading.Thread(target=self._lane, args=(lane,), name=f"initopt-{lane}", daemon=True)
             heapq.heappush(self._ready[lane], (self._order[name], name))
             self._threads[lane].start()
         else:
@@ -273,9 +271,7 @@ class Execution:
                 self._missing[edge.after] -= 1
                 if not self._missing[edge.after] and not self._serial and not self._over:
                     self._becomes_ready(edge.after)
-            if not self._running or not self._left:
-                self._changed.notify_all()
-            elif self._alone:
+            if not self._running or not self._left or self._alone:
                 self._changed.notify_all()
 
     def _call(self, name: str) -> Any:
@@ -294,10 +290,12 @@ class Execution:
         """Find a draw by a step that does not hold `rng`: its place among the draws would depend on timing."""
         if not self._generators or rng.read() == self._generators:
             return
-        suspects = [n for n in self.graph if (n in self.values or n in self._running) and "rng" not in self.graph[n].uses]
+        suspects = [
+            n for n in self.graph if (n in self.values or n in self._running) and "rng" not in self.graph[n].uses
+        ]
         text = (
-            f"random numbers were drawn {when} by a step that does not use 'rng'. Give uses='rng' to the one that draws, "
-            f"of these: {', '.join(suspects)}"
+            f"random numbers were drawn {when} by a step that does not use 'rng'. Give uses='rng' to the one that "
+            f"draws, of these: {', '.join(suspects)}"
         )
         if not self._serial:
             raise OrderError(f"{text}. Overlapped, the weights would depend on timing")
@@ -369,7 +367,10 @@ class Execution:
                 self._over = True
                 self._wake()
                 for name, since in self._running.items():
-                    note(error, f"start-up step {name!r} was running on rank {self.rank} for {time.monotonic() - since:.1f} s")
+                    note(
+                        error,
+                        f"start-up step {name!r} was running on rank {self.rank} for {time.monotonic() - since:.1f} s",
+                    )
             if isinstance(error, Terminated):
                 self._ends_by_signal(children)
             self._clean_up(children)
@@ -509,8 +510,9 @@ def _sockets() -> set[int]:
 def _leave_collectives(before: set[int]) -> None:
     """Make the collectives that are under way return with an error.
 
-    NCCL groups can be aborted. Gloo (torch 2.13) has an `abort` that leaves its waiting calls waiting, so the connections
-    that this start-up opened are shut instead, except those to the store, which still carries the reason to the others.
+    NCCL groups can be aborted. Gloo (torch 2.13) has an `abort` that leaves its waiting calls waiting, so the
+    connections that this start-up opened are shut instead, except those to the store, which still carries the reason
+    to the others.
     """
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_initialized():

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -101,11 +102,12 @@ class Startup:
     ) -> Any:
         """Declare `function` as a step; usable as a decorator with or without arguments. Returns the function.
 
-        `lane`, `uses`, `stage` and `timeout` (seconds) are those of `graph.Step`. `after` and `before` order it against
-        steps whose values it does not take or give. `early`: the step forks or waits long and draws random numbers only in
-        passing; from the second start-up on it runs first, from the generator state that it will have in its turn (see
-        `rng`). `discard` is called with the value when the start-up fails or the value is thrown away. `origin` is for
-        plugins: program order between two origins is never assumed for steps that draw random numbers.
+        `lane`, `uses`, `stage` and `timeout` (seconds) are those of `graph.Step`. `after` and `before` order it
+        against steps whose values it does not take or give. `early`: the step forks or waits long and draws random
+        numbers only in passing; from the second start-up on it runs first, from the generator state that it will have
+        in its turn (see `rng`). `discard` is called with the value when the start-up fails or the value is thrown
+        away. `origin` is for plugins: program order between two origins is never assumed for steps that draw random
+        numbers.
 
         Raises GraphError if the name is taken or `before` names no step; the rest is checked when the graph is built.
         """
@@ -155,7 +157,7 @@ class Startup:
 
     def order(self, *names: str) -> None:
         """Let each of the steps `names` start after the one before it. Raises GraphError for an unknown step."""
-        for earlier, later in zip(names, names[1:], strict=False):
+        for earlier, later in itertools.pairwise(names):
             self._find(earlier)
             declared = self._find(later)
             step = replace(declared.step, after=(*declared.step.after, earlier))
@@ -174,13 +176,13 @@ class Startup:
         for step in steps:
             if "rng" in step.uses and step.lane.startswith("process:"):
                 raise GraphError(
-                    f"{step.name!r} uses 'rng' on lane {step.lane!r}: a helper process has generators of its own, so its "
-                    "draws would not be the trainer's. Put it on a thread's lane"
+                    f"{step.name!r} uses 'rng' on lane {step.lane!r}: a helper process has generators of its own, so "
+                    "its draws would not be the trainer's. Put it on a thread's lane"
                 )
         return Graph(steps, name=self.name, inputs=tuple(inputs))
 
     def run(self, *, overlap: bool = True, recorder: Recorder | None = None, **inputs: Any) -> Values:
-        """Run every step and return their values. `overlap=False` runs the same steps one after the other.
+        """Run every step and return their values, one after the other with `overlap=False`.
 
         Without a `recorder` the run is recorded under `.initopt/` (or $INITOPT_ROOT) and the record ends with the last
         step; with one, closing it is the caller's. Raises GraphError before any step runs, StartupFailed if one fails.
@@ -213,15 +215,21 @@ class Startup:
 
     def report(self) -> str:
         """Say where the last start-up of this object spent its time, as `initopt` prints it."""
-        from initopt.record import Run
         from initopt.report import summary
+        from initopt.runs import Run
 
         if self._record is None:
             raise RuntimeError(f"start-up {self.name!r} has not run yet; call run() first")
-        return summary(Run.load(self._record))
+        return summary(Run.load(self._record)).plain
 
     def _run(
-        self, graph: Graph, inputs: Mapping[str, Any], recorder: Recorder, manager: pluggy.PluginManager, *, overlap: bool
+        self,
+        graph: Graph,
+        inputs: Mapping[str, Any],
+        recorder: Recorder,
+        manager: pluggy.PluginManager,
+        *,
+        overlap: bool,
     ) -> Values:
         ledger = _ledger(self.name, recorder)
         tasks = {name: _task(declared, graph) for name, declared in self._declared.items()}
@@ -229,9 +237,7 @@ class Startup:
         known = [name for name in early if overlap and name in ledger]
         planned = _with_early_steps(graph, known)
         recorder.graph = self._recorded(planned)
-        execution = Execution(
-            planned, tasks, inputs, recorder=recorder, timeout=self.timeout, plugins=manager
-        )
+        execution = Execution(planned, tasks, inputs, recorder=recorder, timeout=self.timeout, plugins=manager)
         for name in early:
             if name in known:
                 _settle(execution, tasks, name, ledger)
@@ -263,14 +269,12 @@ class Startup:
             raise GraphError(f"no step is named {name!r}; there are {', '.join(self._declared)}") from None
 
 
-def _declare(
-    step: Step, function: Callable[..., Any], early: bool, discard: Callable[[Any], None] | None
-) -> _Declared:
+def _declare(step: Step, function: Callable[..., Any], early: bool, discard: Callable[[Any], None] | None) -> _Declared:
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise GraphError(
-                f"{_place(function)}: step {step.name!r} takes {parameter}, but parameters name the steps that it needs; "
+                f"{_place(function)}: step {step.name!r} takes {parameter}, but parameters name the steps it needs; "
                 "name each of them"
             )
     optional = frozenset(p.name for p in parameters if p.default is not p.empty)
@@ -283,8 +287,8 @@ def _task(declared: _Declared, graph: Graph) -> Task:
     return Task(declared.function, {need: need for need in needs}, declared.discard)
 
 
-# An early step is two steps of the graph: the step itself, alone and first, and `<name>.settle` in its turn, which checks
-# that the generators stand where the ledger said and hands the value on.
+# An early step is two steps of the graph: the step itself, alone and first, and `<name>.settle` in its turn, which
+# checks that the generators stand where the ledger said and hands the value on.
 
 
 def _settled(name: str) -> str:

@@ -1,8 +1,8 @@
 """How the ranks of one start-up tell each other what they are doing and that one of them has failed.
 
-Everything goes through the job's key-value store: no collective, and nothing that a rank stuck in a collective would have
-to answer. Each rank writes a short status now and then and reads the one of its left neighbour, so the death of a rank is
-seen by one rank and announced to all.
+Everything goes through the job's key-value store: no collective, and nothing that a rank stuck in a collective would
+have to answer. Each rank writes a short status now and then and reads the one of its left neighbour, so the death of
+a rank is seen by one rank and announced to all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from initopt.failure import doing
 BEAT = 0.5
 """Seconds between two status writes of a rank."""
 SILENCE = 15.0
-"""Seconds without a status after which a rank on another host counts as lost. On the same host its process is looked at."""
+"""Seconds of silence after which a rank on another host counts as lost. On the same host its process is looked at."""
 CAUSE = 2.0
 """Seconds that a rank whose collective failed waits for a better explanation than its own error."""
 PATIENCE = 30.0
@@ -50,9 +50,9 @@ class Failure:
 class Peers:
     """This rank's connection to the others during start-up.
 
-    `store` is a torch.distributed store that all ranks share; a connection of its own is made from it where the store can
-    be cloned, so that a waiting read never blocks the trainer's own use. `attempt` tells the restarts of a job apart.
-    `status` returns what this rank is doing: the step and the seconds since it began.
+    `store` is a torch.distributed store that all ranks share; a connection of its own is made from it where the store
+    can be cloned, so that a waiting read never blocks the trainer's own use. `attempt` tells the restarts of a job
+    apart. `status` returns what this rank is doing: the step and the seconds since it began.
     """
 
     def __init__(
@@ -209,8 +209,7 @@ class Peers:
 def attempt_of_job() -> str:
     """Name this attempt of the job alike on all its ranks: the elastic run and restart, where torchrun gives them."""
     return ".".join(
-        os.environ.get(name, "")
-        for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+        os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
     )
 
 

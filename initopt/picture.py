@@ -30,7 +30,8 @@ RED, GREY, QUEUE, INK, FAINT = "#c8372d", "#cfd4da", "#1f6f8b", "#22262b", "#6b7
 _WIDTH, _RIGHT, _EDGE = 11.0, 0.35, 0.25
 _BAR, _LABEL, _ROW_GAP = 0.27, 0.17, 0.12
 _FONT = 8.5
-_LEVELS = 4
+_LEVELS, _LEVELS_LONGEST = 4, 8
+_HATCH, _DOTS = "/////", (0, (1, 0.9))
 
 
 class PlotError(RuntimeError):
@@ -187,20 +188,22 @@ class _Page:
         self.left = 0.0
 
     def compose(self, run: Run, shown: Sequence[Panel]) -> None:
-        self.left = _EDGE + 0.15 + max(self._wide(lane) for panel in shown for lane in panel.lanes)
+        self.left = _EDGE + 0.15 + max((self._wide(lane) for panel in shown for lane in panel.lanes), default=0.0)
         inner = _WIDTH - self.left - _RIGHT
         last = max((bar.end for panel in shown for bar in panel.bars), default=1.0)
         limit = last * 1.01
         per_second = inner / limit
         head = list(self._head(run))
         placed = [self._place(panel, per_second, inner) for panel in shown]
-        heights = [sum(_row_height(levels) for levels in rows.values()) for rows, _ in placed]
+        heights = [max(_BAR, sum(_row_height(levels) for levels in rows.values())) for rows, _ in placed]
         top = _EDGE + 0.24 * len(head) - 0.05
         total = top + sum(0.30 + height for height in heights) + 0.22 * (len(shown) - 1) + 0.72
         self.figure.set_size_inches(_WIDTH, total)
         for number, (text, size, weight, color) in enumerate(head):
             y = 1 - (_EDGE + 0.24 * number) / total
-            self.figure.text(_EDGE / _WIDTH, y, text, size=size, weight=weight, color=color, va="center")
+            self.figure.text(
+                _EDGE / _WIDTH, y, text, size=size, weight=weight, color=color, va="center", parse_math=False
+            )
         at = top
         for number, (panel, (rows, names), height) in enumerate(zip(shown, placed, heights, strict=True)):
             at += 0.30
@@ -255,11 +258,11 @@ class _Page:
             for number, bar in sorted(mine, key=lambda one: -one[1].start):
                 wide = self._wide(bar.name) + 0.08
                 start, length = bar.start * per_second, (bar.end - bar.start) * per_second
-                if _inside(bar, per_second) >= wide or (not bar.longest and length < 0.02):
+                if _inside(bar, per_second) >= wide or (not bar.longest and length < 0.01):
                     continue
                 x = min(start, (end if start < end else inner) - wide)
                 level = next((i for i, left in enumerate(taken) if x + wide <= left), len(taken))
-                if level == _LEVELS:
+                if level >= (_LEVELS_LONGEST if bar.longest else _LEVELS):
                     continue
                 taken[: level + 1] = [x] * (level + 1)
                 names[number] = (level, x)
@@ -275,8 +278,6 @@ class _Page:
         names: dict[int, tuple[int, float]],
         per_second: float,
     ) -> None:
-        from matplotlib.patches import Rectangle
-
         for side in axes.spines.values():
             side.set_visible(False)
         axes.grid(axis="x", color="#e5e7eb", linewidth=0.8)
@@ -289,79 +290,53 @@ class _Page:
         axes.set_yticks([top + _BAR / 2 for top in tops.values()], list(tops))
         axes.tick_params(axis="y", length=0, labelcolor=INK, pad=6)
         for at, bar in enumerate(panel.bars):
-            top = tops[bar.lane]
-            color = RED if bar.longest else GREY
-            group = f"initopt-{number}-{at}"
-            axes.add_patch(
-                Rectangle(
-                    (bar.start, top), bar.end - bar.start, _BAR, facecolor=color, edgecolor="white", lw=0.6, gid=group
-                )
-            )
-            for start, end in bar.waits:
-                axes.add_patch(
-                    Rectangle(
-                        (start, top),
-                        end - start,
-                        _BAR,
-                        facecolor="white",
-                        edgecolor=color if bar.longest else FAINT,
-                        hatch="/////",
-                        lw=0.6,
-                    )
-                )
+            self._bar(axes, bar, tops[bar.lane], per_second, f"initopt-{number}-{at}")
             if at in names:
                 level, x = names[at]
-                foot = top - 0.03
-                if level or x < bar.start * per_second:
-                    axes.plot(
-                        [bar.start, bar.start], [foot - _LABEL * level, top], color=FAINT, lw=0.5, solid_capstyle="butt"
-                    )
-                axes.text(
-                    x / per_second + 0.03 / per_second,
-                    foot - _LABEL * level,
-                    bar.name,
-                    color=RED if bar.longest else INK,
-                    va="bottom",
-                    ha="left",
-                )
+                self._name_above(axes, bar, tops[bar.lane], level, x / per_second, per_second)
             elif _inside(bar, per_second) >= self._wide(bar.name) + 0.08:
-                start, end = _solid(bar)
-                axes.text(
-                    (start + end) / 2,
-                    top + _BAR / 2,
-                    bar.name,
-                    color="white" if bar.longest else INK,
-                    va="center_baseline",
-                    ha="center",
-                )
+                middle = sum(_solid(bar)) / 2, tops[bar.lane] + _BAR / 2
+                color = "white" if bar.longest else INK
+                axes.text(*middle, bar.name, color=color, va="center_baseline", ha="center", parse_math=False)
         for queue in panel.queues:
             under = tops[queue.lane] + _BAR + 0.045
-            axes.plot([queue.start, queue.end], [under, under], color=QUEUE, lw=2.0, ls=(0, (1, 0.9)))
-        what = f"recorded, rank {panel.rank}" if panel.name == "recorded" else "planned (~): this graph, nobody waiting"
-        axes.annotate(
-            what,
-            (0, 1),
-            (-(self.left - _EDGE) * 72, 0.10 * 72),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            weight="bold",
-            color=INK,
-            va="center",
-            annotation_clip=False,
-        )
+            axes.plot([queue.start, queue.end], [under, under], color=QUEUE, lw=2.0, ls=_DOTS)
+        self._captions(axes, panel)
+
+    def _bar(self, axes: Axes, bar: Bar, top: float, per_second: float, group: str) -> None:
+        from matplotlib.patches import Rectangle
+
+        color = RED if bar.longest else GREY
+        size = bar.end - bar.start, _BAR
+        # A white edge would hide a bar that is hardly wider than it.
+        edge = "white" if size[0] * per_second > 0.04 else color
+        axes.add_patch(Rectangle((bar.start, top), *size, facecolor=color, edgecolor=edge, lw=0.6, gid=group))
+        for start, end in bar.waits:
+            edge = RED if bar.longest else FAINT
+            axes.add_patch(
+                Rectangle((start, top), end - start, _BAR, facecolor="white", edgecolor=edge, hatch=_HATCH, lw=0.6)
+            )
+
+    def _name_above(self, axes: Axes, bar: Bar, top: float, level: int, x: float, per_second: float) -> None:
+        foot = top - 0.03 - _LABEL * level
+        if level or x < bar.start:
+            axes.plot([bar.start, bar.start], [foot, top], color=FAINT, lw=0.5, solid_capstyle="butt", zorder=1.5)
+        # White behind it: the line of a name further up passes behind a name that had to move to the left.
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+        color = RED if bar.longest else INK
+        axes.text(x + 0.03 / per_second, foot, bar.name, color=color, va="bottom", bbox=behind, parse_math=False)
+
+    def _captions(self, axes: Axes, panel: Panel) -> None:
+        recorded = panel.name == "recorded"
+        what = f"recorded, rank {panel.rank}" if recorded else "planned (~): this graph, nobody waiting"
+        place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK, "annotation_clip": False}
+        above = 0.10 * 72
+        left = -(self.left - _EDGE) * 72
+        axes.annotate(what, (0, 1), (left, above), xycoords="axes fraction", weight="bold", **place)
         if panel.first_batch is not None:
             axes.axvline(panel.first_batch, color=INK, lw=1.2, clip_on=False)
-            guess = "" if panel.name == "recorded" else "~"
-            axes.annotate(
-                f"first batch {guess}{seconds(panel.first_batch)}",
-                (panel.first_batch, 0),
-                (-3, 0.10 * 72),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                color=INK,
-                annotation_clip=False,
-            )
+            when = f"first batch {'' if recorded else '~'}{seconds(panel.first_batch)}"
+            axes.annotate(when, (panel.first_batch, 0), (-3, above), ha="right", **place)
 
     def _legend(self, total: float) -> None:
         from matplotlib.lines import Line2D
@@ -370,8 +345,8 @@ class _Page:
         keys = [
             Patch(facecolor=RED, label="longest chain"),
             Patch(facecolor=GREY, label="other work"),
-            Patch(facecolor="white", edgecolor=FAINT, hatch="/////", label="wait for other ranks"),
-            Line2D([], [], color=QUEUE, lw=1.6, ls=(0, (1, 1.2)), label="queue: the chain stood still"),
+            Patch(facecolor="white", edgecolor=FAINT, hatch=_HATCH, label="wait for other ranks"),
+            Line2D([], [], color=QUEUE, lw=2.0, ls=_DOTS, label="queue: the chain stood still"),
             Line2D([], [], color=INK, lw=1.2, label="first batch"),
         ]
         self.figure.legend(

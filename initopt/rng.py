@@ -1,9 +1,10 @@
 """Random numbers: the state of the generators that steps share, and the ledger that lets a step draw before its turn.
 
-The default generators are shared by all threads, so the order of draws decides the weights. A step that must start early
-(a data loader draws its seed when its workers start) runs from the state that it started from in an earlier start-up. When
-its turn comes, that state is compared with the real one: equal, and the generators move on to where the step left them;
-different, and the step is run again in its place. So a stale or edited ledger costs time, never a different training.
+The default generators are shared by all threads, so the order of draws decides the weights. A step that must start
+early (a data loader draws its seed when its workers start) runs from the state that it started from in an earlier
+start-up. When its turn comes, that state is compared with the real one: equal, and the generators move on to where
+the step left them; different, and the step is run again in its place. So a stale or edited ledger costs time, never a
+different training.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def digest(state: RngState) -> str:
 def others() -> int:
     """Return a fingerprint of the generators that the ledger does not keep: Python's `random` and numpy's global one.
 
-    They are seeded from the operating system unless the trainer does it, so a state from an earlier process means nothing.
+    They are seeded from the operating system unless the trainer does it, so a state from an earlier process means
+    nothing.
     """
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state(legacy=False) if numpy is not None and hasattr(numpy, "random") else None

@@ -1,4 +1,4 @@
-"""What Python and torch keep per thread and a new lane would lose: context variables, grad mode, autocast, default device."""
+"""What Python and torch keep per thread, so that a new lane would lose it: grad mode, autocast, default device, ..."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Plugins: the hooks they can implement, and how they are found (entry points of the group `initopt.plugins`).
 
-A plugin is a module or object whose functions are marked with `hookimpl`. It may take fewer arguments than the hook has.
+A plugin is a module or object whose functions are marked with `hookimpl`. It may take fewer arguments than the hook
+has.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Hooks:
         """Add, replace or order steps of `startup`, before its graph is built."""
 
     @hookspec(firstresult=True)
-    def initopt_lane_context(self, lane: str) -> AbstractContextManager[object] | None:  # type: ignore[empty-body]
+    def initopt_lane_context(self, lane: str) -> AbstractContextManager[object] | None:
         """Return a context manager to run a step of `lane` in, or None if the lane is not this plugin's."""
 
     @hookspec

@@ -1,7 +1,7 @@
 """The lanes `cuda:<n>`: a step runs with its device set, on a side stream, which is synchronised when the step ends.
 
-Written against `torch.accelerator` and `torch.Stream`, so any accelerator that torch knows can stand behind it; the tests
-put a stub there, since they run without one.
+Written against `torch.accelerator` and `torch.Stream`, so any accelerator that torch knows can stand behind it; the
+tests put a stub there, since they run without one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ def initopt_lane_context(lane: str) -> AbstractContextManager[object] | None:
 def side_stream(index: int) -> Iterator[None]:
     """Run a block on a stream of its own on device `index`, after the work that the device's current stream holds now.
 
-    The current device and stream are kept per thread by torch, so a lane has to set both. The stream is synchronised at the
-    end, so that a value handed to another lane is ready there. Raises RuntimeError if there is no such device.
+    The current device and stream are kept per thread by torch, so a lane has to set both. The stream is synchronised
+    at the end, so that a value handed to another lane is ready there. Raises RuntimeError if there is no such device.
     """
     import torch
 
-    if not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
         raise RuntimeError(f"lane 'cuda:{index}' needs an accelerator, and torch sees none on this host")
     count = torch.accelerator.device_count()
     if index >= count:
         raise RuntimeError(f"lane 'cuda:{index}' names a device that this host lacks: torch sees {count}")
-    device = torch.device(torch.accelerator.current_accelerator().type, index)
+    device = torch.device(accelerator.type, index)
     torch.accelerator.set_device_index(index)
     before = torch.accelerator.current_stream(device)
     side = torch.Stream(device=device)

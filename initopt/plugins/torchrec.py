@@ -5,9 +5,10 @@
     for _ in range(steps):
         ready.pipeline.progress(ready.batches)
 
-Every factory is the function of a step: its parameters name what it needs, which may be any step of this file (`place`,
-`process_group`, `model`, `sharding_plan`, `dmp`, ...), a step that the user adds, or an input given to `run`. The steps draw
-random numbers in the order model, DistributedModelParallel, loader: that of a script which makes them one after the other.
+Every factory is the function of a step: its parameters name what it needs, which may be any step of this file
+(`place`, `process_group`, `model`, `sharding_plan`, `dmp`, ...), a step that the user adds, or an input given to
+`run`. The steps draw random numbers in the order model, DistributedModelParallel, loader: that of a script which
+makes them one after the other.
 
 Tested with torch 2.13 and torchrec 1.9. Nothing of either is imported before its step runs.
 """
@@ -23,10 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from initopt.compile_warmup import Compile, graphs
-from initopt.graph import Graph, Step
-from initopt.overlap import Startup, Values
-from initopt.record import Recorder, Span
+from initopt import Compile, Graph, Recorder, Span, Startup, Step, Values
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +56,8 @@ class Place:
 class Ready:
     """A trainer that is ready for its first step.
 
-    `model` is the DistributedModelParallel. `batches` yields every batch of the loader once, the first one fetched already.
-    `values` has what each step returned.
+    `model` is the DistributedModelParallel. `batches` yields every batch of the loader once, the first one fetched
+    already. `values` has what each step returned.
     """
 
     model: Any
@@ -72,7 +70,7 @@ class Ready:
 
 @dataclass
 class TrainerStartup(Startup):
-    """The start-up of a TorchRec trainer; made by `trainer`. Steps are added, replaced and ordered as in any Startup."""
+    """The start-up of a TorchRec trainer; made by `trainer`. Its steps can be added to, replaced, ordered."""
 
     labels: tuple[str, ...] = ()
     collective_timeout: float | None = None
@@ -80,23 +78,26 @@ class TrainerStartup(Startup):
     _recorder: Recorder | None = field(default=None, repr=False)
 
     def graph(self, inputs: Iterable[str] = ()) -> Graph:
-        """Return the graph of the steps as declared, and of the first training step, which follows them all."""
+        """Return the graph of the steps as declared and of the first training step, which follows them all."""
         return self._recorded(super().graph(inputs))
 
     def run(self, *, overlap: bool = True, recorder: Recorder | None = None, **inputs: Any) -> Ready:  # type: ignore[override]
-        """Run the steps and return the trainer. The record ends with the first `pipeline.progress`.
+        """Run the steps and return the trainer. The record ends with the first `pipeline.progress`; a `recorder` that is
+        given stays open, for the caller to close.
 
         Raises GraphError before any step runs, StartupFailed if one fails.
         """
+        own = recorder is None
         if recorder is None:
             recorder = Recorder(self.name, mode="overlap" if overlap else "serial", labels=self.labels)
         try:
             values = super().run(overlap=overlap, recorder=recorder, **inputs)
         except BaseException:
-            recorder.close()
+            if own:
+                recorder.close()
             raise
         ready = Ready(values.dmp, values.optimizer, values.pipeline, values.batches, values.place.device, values)
-        self._until_first_step(ready, recorder)
+        self._until_first_step(ready, recorder, own=own)
         return ready
 
     def _runnable(self, inputs: Iterable[str]) -> Graph:
@@ -106,11 +107,11 @@ class TrainerStartup(Startup):
         last = tuple(name for name in graph if not graph.successors(name))
         return Graph([*graph.values(), replace(_FIRST_STEP, after=last)], name=graph.name, inputs=graph.inputs)
 
-    def _until_first_step(self, ready: Ready, recorder: Recorder) -> None:
+    def _until_first_step(self, ready: Ready, recorder: Recorder, *, own: bool) -> None:
         """Record the first `progress` of the pipeline as the last step of the start-up, then get out of its way."""
         pipeline = ready.pipeline
         progress = pipeline.progress
-        warmed = graphs() if self.compile is not None else 0
+        warmed = self.compile.graphs() if self.compile is not None else 0
 
         def first(batches: Iterator[Any]) -> Any:
             del pipeline.progress
@@ -133,21 +134,23 @@ class TrainerStartup(Startup):
                     error=error,
                 )
                 recorder.add(span)
-                self._after_first_step(recorder, warmed if ready.values.compile_warmup else 0)
+                if own:
+                    recorder.close()
+                self._after_first_step(warmed if ready.values.compile_warmup else 0)
 
         pipeline.progress = first
 
-    def _after_first_step(self, recorder: Recorder, warmed: int) -> None:
-        recorder.close()
+    def _after_first_step(self, warmed: int) -> None:
         if self.collective_timeout is not None:
             from torch import distributed
 
             limit = datetime.timedelta(seconds=self.collective_timeout)
             distributed.distributed_c10d._set_pg_timeout(limit, distributed.group.WORLD)
-        if warmed and graphs() > warmed:
+        more = self.compile.graphs() - warmed if warmed and self.compile is not None else 0
+        if more > 0:
             warnings.warn(
-                f"initopt: the first batch compiled {graphs() - warmed} more graphs than the warm-up had: an example of "
-                "`compile` does not match what the model passes (TORCH_LOGS=recompiles names the guard)",
+                f"initopt: the first batch compiled {more} more graphs than the warm-up had: an example of `compile` "
+                "does not match what the model passes (TORCH_LOGS=recompiles names the guard)",
                 stacklevel=2,
             )
 
@@ -183,14 +186,12 @@ def trainer(
         checkpoint: restores in place what it takes, for example `dmp` and `optimizer`.
     `dense_optimizer` is called with the parameters that no optimizer of the tables has, and returns theirs.
 
-    `compile` says which parts are compiled, and warmed up. `device` is `cpu` or `cuda` (default: cuda where there is one),
-    `backend` the process group's (default: nccl on cuda, gloo on cpu). `timeout` limits, in seconds, each step and each
-    collective until the first training step has ended; then `collective_timeout` holds, if it is given. `labels` go with
-    the record.
+    `compile` says which parts are compiled, and warmed up. `device` is `cpu` or `cuda` (default: cuda where there is
+    one), `backend` the process group's (default: nccl on cuda, gloo on cpu). `timeout` limits, in seconds, each step
+    and each collective until the first training step has ended; then `collective_timeout` holds, if it is given.
+    `labels` go with the record.
     """
-    start = TrainerStartup(
-        name, timeout, labels=tuple(labels), collective_timeout=collective_timeout, compile=compile
-    )
+    start = TrainerStartup(name, timeout, labels=tuple(labels), collective_timeout=collective_timeout, compile=compile)
 
     def step(function: Callable[..., Any], called: str, stage: str, **about: Any) -> None:
         start.step(function, name=called, stage=stage, origin=ORIGIN, **about)
@@ -364,8 +365,8 @@ def _fetch(loader: Iterator[Any], place: Place) -> list[Any]:
         return [next(loader)]
     except StopIteration:
         raise ValueError(
-            f"the loader of rank {place.rank} has no batch: its data set, or this rank's share of it, is smaller than one "
-            "batch (mind drop_last)"
+            f"the loader of rank {place.rank} has no batch: its data set, or this rank's share of it, is smaller than "
+            "one batch (mind drop_last)"
         ) from None
 
 

@@ -1,0 +1,105 @@
+"""The trained state with initopt equals the stock trainer's, bit for bit, on real gloo ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multirank.forked import fork_ranks
+
+SHARDINGS = ("table_wise", "column_wise", "row_wise", "data_parallel")
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INITOPT_ROOT", str(tmp_path / "runs"))
+    monkeypatch.setenv("INITOPT_DATA", str(tmp_path_factory.getbasetemp() / "criteo"))
+
+
+def config(**changes: Any) -> Any:
+    from benchmarks.trainers.dlrm_model import Config
+
+    return Config(**{"rows": 200, "dim": 16, "batch_size": 16, "samples": 2_048, "compile": False, **changes})
+
+
+def stock(config: Any) -> Any:
+    from benchmarks.trainers import dlrm_stock
+
+    return dlrm_stock.train(config)
+
+
+def started(config: Any, *, overlap: bool = True, delays: int | None = None) -> Any:
+    """The initopt trainer; with `delays` every step starts after a random wait that this seed and the rank decide."""
+    from benchmarks.trainers import dlrm_initopt
+    from initopt import plugins
+
+    if delays is not None:
+        plugins.register(plugins.installed(), Delays(delays), "delays")
+    return dlrm_initopt.train(config, overlap=overlap)
+
+
+class Delays:
+    """A plugin that lets each step wait at random."""
+
+    def __init__(self, seed: int) -> None:
+        import os
+
+        # Not the generators that the trainer draws from.
+        self._random = random.Random(f"{seed} {os.environ['RANK']}")
+
+    @contextmanager
+    def _late(self) -> Any:
+        time.sleep(self._random.choice((0.0, 0.0, 0.02, 0.1)))
+        yield
+
+    from initopt.plugins import hookimpl as _hookimpl
+
+    @_hookimpl(tryfirst=True)
+    def initopt_lane_context(self, lane: str) -> Any:
+        return self._late()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_trained_state_equals_stock(sharding: str, ranks: int) -> None:
+    chosen = config(sharding=sharding)
+    expected = fork_ranks(stock, chosen, ranks=ranks, timeout=100)
+    assert len({rank["trained_state"] for rank in expected}) > 1 or sharding == "data_parallel"
+
+    assert fork_ranks(started, chosen, overlap=False, ranks=ranks, timeout=100) == expected
+    first = fork_ranks(started, chosen, ranks=ranks, timeout=100)
+    assert first == expected
+    # From the second start on the loader starts from the ledger.
+    assert fork_ranks(started, chosen, ranks=ranks, timeout=100) == expected
+
+
+@pytest.mark.timeout(300)
+def test_trained_state_equals_stock_under_random_delays() -> None:
+    chosen = config(workers=2)
+    expected = fork_ranks(stock, chosen, timeout=100)
+    different = [seed for seed in range(20) if fork_ranks(started, chosen, delays=seed, timeout=100) != expected]
+    assert different == []
+
+
+def test_another_seed_trains_to_another_state() -> None:
+    """The comparison can fail: the digest sees one other seed, and so does the ledger that the first seed left."""
+    first = fork_ranks(started, config(seed=0))
+    fork_ranks(started, config(seed=0))
+    other = fork_ranks(started, config(seed=1))
+    assert [rank["trained_state"] for rank in other] != [rank["trained_state"] for rank in first]
+    assert other == fork_ranks(stock, config(seed=1))
+
+
+@pytest.mark.timeout(400)
+def test_compiled_parts_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up leaves no trace, and the code that it compiled is the code that trains."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    chosen = config(compile=True)
+    expected = fork_ranks(stock, chosen, timeout=350)
+    assert fork_ranks(started, chosen, timeout=350) == expected
