@@ -153,8 +153,8 @@ def ett(
     root: Root = None,
     baseline: Annotated[str | None, typer.Option(metavar="RUN", help="A run to compare with, such as stock.")] = None,
     jobs: Annotated[str, typer.Option(help="Job lengths: s, m, h or d, with commas between.")] = "1h,4h,24h,7d",
-    failures_per_day: Annotated[float, typer.Option(metavar="N", help="Whole failures are counted.")] = 3.0,
-    lost: Annotated[float, typer.Option(metavar="SECONDS", help="Work lost by a failure.")] = LOST_WORK,
+    failures_per_day: Annotated[float, typer.Option(metavar="N", min=0, help="Whole failures are counted.")] = 3.0,
+    lost: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Work lost by a failure.")] = LOST_WORK,
     as_json: AsJson = False,
 ) -> None:
     """Effective training time, and what is gained."""
@@ -168,8 +168,8 @@ def bench(
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The initopt start-up.")] = None,
     stock: Annotated[str | None, typer.Option(metavar="COMMAND", help="The stock start-up, in quotes.")] = None,
     root: Root = None,
-    runs: Annotated[int, typer.Option(metavar="N", help="Measured runs of each.")] = 10,
-    warmup: Annotated[int, typer.Option(metavar="N", help="Unmeasured runs of each, before.")] = 1,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Measured runs of each.")] = 10,
+    warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Unmeasured runs of each, before.")] = 1,
     prepare: Annotated[str | None, typer.Option(metavar="COMMAND", help="Shell command before every run.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one run.")] = 600.0,
     number: Annotated[

@@ -250,7 +250,7 @@ def chain_view(run: Run, *, width: int = 80) -> View:
     before: Link | None = None
     for depth, link in enumerate(shown):
         indent = " " * (deep * (depth - 1)) if depth else ""
-        line = Text(indent + ("└─" if depth else ""), style=QUIET)
+        line = Text.assemble((indent + ("└─" if depth else ""), QUIET))
         line.append(link.step, style=LONGEST if link.step != UNNAMED else QUIET)
         line.append(f" @{seconds(link.start)} +{seconds(link.took)}")
         if several and (before is None or before.rank != link.rank):
@@ -264,11 +264,13 @@ def chain_view(run: Run, *, width: int = 80) -> View:
             note = ""
         lines.append(line)
         if note:
-            lines += [Text(under + "│ ", QUIET) + part for part in _wrap(note, width - len(under) - 2, "yellow")]
+            lines += [
+                Text.assemble((under + "│ ", QUIET), part) for part in _wrap(note, width - len(under) - 2, "yellow")
+            ]
         if link.queue > SKEW:
             who = _behind(link.behind)
             for number, part in enumerate(_wrap(f"{seconds(link.queue)} {who}", width - len(under) - 4, "cyan")):
-                lines.append(Text(under + ("│ ⋯ " if number == 0 else "│   "), QUIET) + part)
+                lines.append(Text.assemble((under + ("│ ⋯ " if number == 0 else "│   "), QUIET), part))
         before = link
     lines.append(Text())
     lines += _wrap(_decided(run, links), width)
