@@ -1,7 +1,8 @@
 """Starts the ranks of one job as fresh processes, waits for them, and leaves none behind.
 
-It plays torchrun's part for tests, with two differences: it never stops the other ranks when one fails (a test may want to
-see them leave by themselves), and it finds descendants wherever they went, by a mark in their environment. It needs /proc.
+It plays torchrun's part for tests, with two differences: it never stops the other ranks when one fails (a test may
+want to see them leave by themselves), and it finds descendants wherever they went, by a mark in their environment.
+It needs /proc.
 """
 
 from __future__ import annotations
@@ -90,8 +91,9 @@ def launch(
 ) -> JobOutput:
     """Run `python *script_args` once per rank, each in a session of its own, and wait for all.
 
-    `env` is added to this process's environment and wins over what is set here (RANK, WORLD_SIZE, MASTER_PORT, one thread
-    per process). After `timeout` seconds everything is killed. Never raises for a failing rank: see `JobOutput.check`.
+    `env` is added to this process's environment and wins over what is set here (RANK, WORLD_SIZE, MASTER_PORT, one
+    thread per process). After `timeout` seconds everything is killed. Never raises for a failing rank: see
+    `JobOutput.check`.
     """
     job = uuid.uuid4().hex
     shared = {
@@ -109,7 +111,7 @@ def launch(
         workers: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
-                # Files, not pipes: a rank that writes much never blocks, an orphan that holds the end open never blocks us.
+                # Files, not pipes: a rank that writes much does not block, an orphan that holds them open does not block us.
                 with open(f"{folder}/out{rank}", "wb") as out, open(f"{folder}/err{rank}", "wb") as err:
                     workers.append(
                         subprocess.Popen(
