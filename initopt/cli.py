@@ -45,7 +45,8 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     known = list(sys.argv[1:] if words is None else words)
     first = known[0] if known else ""
     verbs = {command.name for command in app.registered_commands}
-    if first not in verbs | {"--help", "--version"} and (first[:1] in ("", "-") or _names_run(first)):
+    without_verb = verbs.isdisjoint(known) and first not in ("--help", "--version")
+    if without_verb and (first[:1] in ("", "-") or _names_run(first)):
         known.insert(0, HOME)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -53,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
             stream.reconfigure(errors="replace")
     try:
         app(known, prog_name="initopt")
-    except (RecordError, measuring.BenchError, picture.PlotError, typer.BadParameter, ValueError) as error:
+    except (RecordError, measuring.BenchError, picture.PlotError, ValueError) as error:
         print(f"initopt: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
