@@ -84,7 +84,7 @@ class _Schedule:
             self._offer(self.lane[i])
 
     def _offer(self, lane: str) -> None:
-        if lane not in self.busy and self.ready[lane]:
+        if self.ready[lane]:
             heapq.heappush(self.offered, self.ready[lane][0])
 
     def _end(self, i: int) -> None:
@@ -105,7 +105,7 @@ class _Schedule:
         while self.offered and len(self.running) < self.cores:
             i = heapq.heappop(self.offered)
             ready = self.ready[self.lane[i]]
-            # a lane may have offered a step twice, or an earlier one of its steps became ready since
+            # an offer is void where the lane is busy, or a step before it became ready since
             if self.lane[i] not in self.busy and ready and ready[0] == i:
                 heapq.heappop(ready)
                 self._start(i)

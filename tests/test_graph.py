@@ -292,6 +292,16 @@ def test_without_lets_a_chain_close_by_itself() -> None:
     assert graph.edges == (Edge("a", "c", "resource", "comms"),)
 
 
+def test_without_keeps_waits_that_went_through_a_chain() -> None:
+    graph = Graph([Step("a"), Step("b", needs=("a",), lane="comms"), Step("c", lane="comms")])
+    assert graph.without("b").edges == (Edge("a", "c", "order"),)
+
+
+def test_without_keeps_waits_that_went_from_one_chain_to_another() -> None:
+    graph = Graph([Step("a", uses=("rng",)), Step("b", uses=("rng",), lane="comms"), Step("c", lane="comms")])
+    assert graph.without("b").edges == (Edge("a", "c", "order"),)
+
+
 def test_without_leaves_the_draws_of_the_rest_in_their_order() -> None:
     graph = Graph([Step("c", needs=("x",), uses=("rng",)), Step("a", uses=("rng",)), Step("x", uses=("rng",))])
     assert graph.order() == ("a", "x", "c")
