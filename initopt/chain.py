@@ -1,10 +1,10 @@
 """Start-up = work + wait + queue, and the chain of steps that decided it, across ranks.
 
-The chain is the longest one of steps that need each other, by what each took, and ends with the first training step. The
-time in which it stood still is queue: its next step, or another one that this step needed, was behind other steps. Where
-a rank waited in a collective, the chain goes on at the rank that came last. In a run without a graph the steps count as
-one sequence, and what ran between them, unrecorded, counts as work. This file does not know what would happen with other
-steps or other times (see `simulate`).
+The chain is the longest one of steps that need each other, by what each took, up to the first training step. The time
+in which it stood still is queue: its next step, or another one which that step needed, was behind other steps. Where a
+rank waited in a collective, the chain goes on at the rank that came last. In a run without a graph the steps count as
+one sequence, and what ran between them, unrecorded, counts as work. This file does not know what would happen with
+other steps or other times (see `simulate`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Link:
 
     `took` is the time from `start` to where the link before this one in the list took over. `wait` of it was spent for
     slower ranks; `waited_for` is the rank that came last and where the chain goes on, None when it stays on this rank.
-    Before `start` the chain stood still for `queue` seconds, `behind` other steps (empty: nothing recorded was running).
+    Before `start` the chain stood still for `queue` seconds, `behind` other steps (empty: nothing recorded ran).
     The chain enters the step at `joined`: at its start, or when the rank `waited_for` came to the meeting inside it.
     """
 
@@ -245,7 +245,7 @@ class _Walk:
         return min(sum(waits), until - step.start)
 
     def _needed(self, step: Span | None, rank: int, start: float) -> Span | None:
-        """The step before this one on the longest chain to a start at `start`, None when only the process was needed."""
+        """The step before this one on the longest chain, None where only the process was needed."""
         lines = self.lines(rank)
         if step is not None and self.graph is not None and step.name in self.graph:
             edges = [edge for edge in self.graph.predecessors(step.name) if edge.kind != "resource"]
@@ -278,7 +278,7 @@ class _Walk:
         return self._lengths[rank]
 
     def _holders(self, step: Span | None, rank: int, ready: float, start: float) -> tuple[str, ...]:
-        """Steps in the way of a step from `ready` on: on its lane or resource, or needed by it; or else all that ran."""
+        """Steps in the way of a step since `ready`: on its lane or resource, or needed by it; else all that ran."""
         running = [s for s in self.lines(rank).steps if s.start < start - _ROUNDING and s.end > ready + _ROUNDING]
         running = [s for s in running if s is not step]
         if step is not None:

@@ -299,6 +299,8 @@ class _Page:
                 color = "white" if bar.longest else INK
                 axes.text(*middle, bar.name, color=color, va="center_baseline", ha="center", parse_math=False)
         for queue in panel.queues:
+            if (queue.end - queue.start) * per_second < 0.04:
+                continue
             under = tops[queue.lane] + _BAR + 0.045
             axes.plot([queue.start, queue.end], [under, under], color=QUEUE, lw=2.0, ls=_DOTS)
         self._captions(axes, panel)

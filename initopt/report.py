@@ -267,7 +267,7 @@ def chain_view(run: Run, *, width: int = 80) -> View:
             lines += [
                 Text.assemble((under + "│ ", QUIET), part) for part in _wrap(note, width - len(under) - 2, "yellow")
             ]
-        if link.queue > SKEW:
+        if link.queue > max(SKEW, total / 1000):
             who = _behind(link.behind)
             for number, part in enumerate(_wrap(f"{seconds(link.queue)} {who}", width - len(under) - 4, "cyan")):
                 lines.append(Text.assemble((under + ("│ ⋯ " if number == 0 else "│   "), QUIET), part))
@@ -500,7 +500,7 @@ def _why(run: Run, span: Span) -> str:
     if span.wait <= SKEW:
         return ""
     inside = (c for c in run.of_rank(span.rank) if c.kind == "collective" and span.start <= c.start <= span.end)
-    mine = max((c for c in inside if c.lane == span.lane), key=lambda call: call.wait, default=None)
+    mine = max((c for c in inside if span.name == c.step or span.lane == c.lane), key=lambda c: c.wait, default=None)
     if mine is None:
         return ""
     last = max((c for c in run.meeting(mine) if c.start <= mine.end), key=lambda call: call.start)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from initopt.chain import critical_chain, finished_ranks, steps_of
@@ -29,11 +30,14 @@ def chrome_trace(run: Run) -> dict[str, Any]:
         events += _named("process", number, 0, f"host {host}")
     for rank, header in run.headers.items():
         process = hosts.index(header.host) + 1
-        lanes = list(dict.fromkeys(span.lane for span in run.of_rank(rank)))
+        steps = {span.name: span.lane for span in steps_of(run, rank)}
+        # A collective is drawn inside its step, whatever the name of the thread that made the call.
+        spans = [replace(span, lane=steps.get(span.step, span.lane)) for span in run.of_rank(rank)]
+        lanes = list(dict.fromkeys(span.lane for span in spans))
         threads = {lane: rank * _LANES + place for place, lane in enumerate(lanes, 1)}
         for lane, thread in threads.items():
             events += _named("thread", process, thread, f"rank {rank} {lane}")
-        for span in run.of_rank(rank):
+        for span in spans:
             events.append(_slice(span, process, threads[span.lane]))
         events += _arrows(run, rank, process, threads)
     if finished_ranks(run):

@@ -68,3 +68,9 @@ def test_the_file_is_json_and_always_the_same(run: Run) -> None:
 def test_a_start_up_that_stopped_has_a_trace_without_a_chain(tmp_path: Path) -> None:
     run = Run.load(write_run(tmp_path, [[Span("model", 0, 1, error="OSError")]]))
     assert [e["args"]["error"] for e in events(run, "X")] == ["OSError"]
+
+
+def test_a_collective_is_drawn_inside_its_step(tmp_path: Path) -> None:
+    meeting = Span("barrier", 0.5, 1, lane="a thread", kind="collective", step="shard", op="barrier", group="world")
+    run = Run.load(write_run(tmp_path, [[Span("shard", 0, 1, lane="comms"), meeting]], graph=None))
+    assert len({event["tid"] for event in events(run, "X")}) == 1
