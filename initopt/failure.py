@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 if sys.version_info >= (3, 11):
     from builtins import BaseExceptionGroup
@@ -59,11 +59,11 @@ def note(error: BaseException, text: str) -> None:
     error.__notes__ = [*notes, text]  # type: ignore[attr-defined]
 
 
-def doing(statuses: Mapping[int, tuple[str, float]], *, but: int) -> str:
+def doing(statuses: Mapping[int, tuple[str, float]], *, but: Collection[int]) -> str:
     """Say what the ranks other than `but` are doing, the ones in the same step together."""
     by_step: dict[str, list[tuple[int, float]]] = {}
     for rank, (step, seconds) in sorted(statuses.items()):
-        if rank != but:
+        if rank not in but:
             by_step.setdefault(step, []).append((rank, seconds))
     parts = []
     for step, ranks in by_step.items():

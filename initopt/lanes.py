@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,7 @@ class Execution:
         self._errors: list[BaseException] = []
         self._heard: Failure | None = None
         self._own_failure: Failure | None = None
+        self._was_running: dict[str, float] = {}
         self._threads: dict[str, threading.Thread] = {}
         self._helpers: dict[str, HelperProcess] = {}
         self._generators = rng.read()
@@ -229,6 +230,8 @@ class Execution:
 
     def _run_step(self, name: str) -> None:
         step = self.graph[name]
+        if self._peers is not None:
+            self._peers.tell()
         start, cpu = self.recorder.now(), time.thread_time()
         error: BaseException | None = None
         value: Any = None
@@ -330,6 +333,13 @@ class Execution:
             if now - since > limit and not self._over:
                 self._fails(name, StepTimeout(name, limit), now - since)
 
+    def _stop(self) -> None:
+        if not self._over:
+            now = time.monotonic()
+            self._was_running = {name: now - since for name, since in self._running.items()}
+        self._over = True
+        self._wake()
+
     def _step_failed(self, name: str, error: BaseException) -> None:
         with self._lock:
             since = self._running.pop(name)
@@ -343,15 +353,12 @@ class Execution:
         note(error, f"start-up step {name!r} failed on rank {self.rank} after {elapsed:.1f} s")
         self._errors.append(error)
         self._own_failure = Failure(self.rank, name, elapsed, f"{type(error).__name__}: {error}")
-        self._over = True
-        self._wake()
+        self._stop()
 
     def _peer_failed(self, failure: Failure) -> None:
         with self._lock:
-            if self._heard is None:
-                self._heard = failure
-            self._over = True
-            self._wake()
+            self._heard = failure
+            self._stop()
         _leave_collectives(self._sockets_before)
         if self._serial:
             self._alarm.interrupt(_peer_error(failure))
@@ -364,13 +371,8 @@ class Execution:
                 yield
         except BaseException as error:
             with self._lock:
-                self._over = True
-                self._wake()
-                for name, since in self._running.items():
-                    note(
-                        error,
-                        f"start-up step {name!r} was running on rank {self.rank} for {time.monotonic() - since:.1f} s",
-                    )
+                self._stop()
+            self._note_what_ran(error)
             if isinstance(error, Terminated):
                 self._ends_by_signal(children)
             self._clean_up(children)
@@ -395,20 +397,22 @@ class Execution:
                 self._heard = first
         if self._heard is not None:
             peer = _peer_error(self._heard)
-            with self._lock:
-                for name, since in self._running.items():
-                    note(peer, f"rank {self.rank} was in start-up step {name!r} for {time.monotonic() - since:.1f} s")
+            self._note_what_ran(peer)
             errors.insert(0, peer)
+        who = self._heard or self._own_failure
+        rank = who.rank if who else self.rank
         if self._peers is not None:
-            others = doing(self._peers.statuses(), but=self.rank)
+            others = doing(self._peers.statuses(), but={self.rank, rank})
             if others:
                 note(errors[0], f"meanwhile {others}")
         _leave_collectives(self._sockets_before)
         self._clean_up(children)
-        who = self._heard or self._own_failure
         at = f"in step {who.step!r} " if who and who.step else ""
-        rank = who.rank if who else self.rank
         return StartupFailed(f"start-up {self.graph.name!r} failed {at}on rank {rank}", errors)
+
+    def _note_what_ran(self, error: BaseException) -> None:
+        for name, seconds in self._was_running.items():
+            note(error, f"rank {self.rank} was in start-up step {name!r} for {seconds:.1f} s")
 
     def _clean_up(self, children: set[int]) -> None:
         until = time.monotonic() + GRACE
@@ -486,11 +490,17 @@ def _children() -> set[int]:
 
 
 def _end_children(pids: set[int]) -> None:
+    # A DataLoader answers the death of a worker with an error of its own, raised wherever the main thread is by then.
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if in_main and pids else None
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    until = time.monotonic() + GRACE
+    while pids & _children() and time.monotonic() < until:
+        time.sleep(0.01)
+    if handler is not None:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _sockets() -> set[int]:

@@ -205,7 +205,7 @@ class Startup:
         return values
 
     def join(self, store: Any, rank: int, world_size: int) -> None:
-        """Connect the running start-up to the other ranks, for a step that has the job's store before its process group.
+        """Connect the running start-up to the other ranks, from a step that has the job's store before its group.
 
         Steps that only call `torch.distributed.init_process_group` need not: that is seen when they end.
         """

@@ -73,6 +73,7 @@ class Peers:
         self._status = status
         self._failed = failed
         self._ended = threading.Event()
+        self._news = threading.Event()
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._watch = threading.Thread(target=self._run, name="initopt-peers", daemon=True)
@@ -80,6 +81,10 @@ class Peers:
     def start(self) -> None:
         """Begin to write this rank's status and to watch for failures, on a thread of its own."""
         self._watch.start()
+
+    def tell(self) -> None:
+        """Let the others know at once that this rank's status has changed: a rank that is killed can't say it then."""
+        self._news.set()
 
     def agree(self, key: str, value: str) -> str:
         """Return rank 0's value for `key`. Waits for rank 0 to say it."""
@@ -137,6 +142,7 @@ class Peers:
     def end(self) -> None:
         """Say that this rank's start-up has ended well and stop watching."""
         self._ended.set()
+        self._news.set()
         if self._watch.is_alive():
             self._watch.join()
         self._write(ENDED)
@@ -156,9 +162,10 @@ class Peers:
                     return
                 if self.rank == 0 and seconds > PATIENCE and time.monotonic() - said_so > PATIENCE:
                     said_so = time.monotonic()
-                    others = doing(self.statuses(), but=self.rank)
+                    others = doing(self.statuses(), but={self.rank})
                     print(f"initopt: rank 0 in {step!r} for {seconds:.0f} s; {others}", file=sys.stderr, flush=True)
-                self._ended.wait(BEAT)
+                self._news.wait(BEAT)
+                self._news.clear()
         except Exception as error:
             if not self._ended.is_set():
                 text = f"the job's store no longer answers: rank 0 or its agent is gone ({error})"

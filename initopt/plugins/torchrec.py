@@ -81,7 +81,9 @@ class TrainerStartup(Startup):
         """Return the graph of the steps as declared and of the first training step, which follows them all."""
         return self._recorded(super().graph(inputs))
 
-    def run(self, *, overlap: bool = True, recorder: Recorder | None = None, **inputs: Any) -> Ready:  # type: ignore[override]
+    def run(  # type: ignore[override]
+        self, *, overlap: bool = True, recorder: Recorder | None = None, **inputs: Any
+    ) -> Ready:
         """Run the steps and return the trainer. The record ends with the first `pipeline.progress`; a `recorder` that is
         given stays open, for the caller to close.
 

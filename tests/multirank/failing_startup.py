@@ -1,0 +1,55 @@
+"""A start-up that fails in the way its first argument names, on rank 1; the loader's workers are children of each rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import distributed
+from torch.utils.data import DataLoader
+
+from initopt import Startup
+
+WAY, OVERLAP = sys.argv[1], sys.argv[2] == "overlap"
+RANK = int(os.environ["RANK"])
+
+start = Startup("failing", timeout=5.0 if WAY == "hang" else 60.0)
+
+
+@start.step(lane="io:data", uses=("rng", "fork"), early=True)
+def loader() -> object:
+    return iter(DataLoader(torch.arange(64), num_workers=1, batch_size=4))
+
+
+@start.step(lane="comms")
+def process_group() -> object:
+    distributed.init_process_group("gloo")
+    return distributed.group.WORLD
+
+
+@start.step
+def features(process_group: object) -> int:
+    if RANK == 1:
+        time.sleep(0.5)
+        if WAY == "raise":
+            raise ValueError("no such feature: 'colour'")
+        if WAY == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if WAY == "hang":
+            time.sleep(1_000)
+    return 1
+
+
+@start.step(lane="comms")
+def shard(features: int, process_group: object) -> float:
+    total = torch.tensor([1.0])
+    distributed.all_reduce(total)
+    return total.item()
+
+
+if __name__ == "__main__":
+    ready = start.run(overlap=OVERLAP)
+    print("started", ready.shard, flush=True)
