@@ -28,7 +28,7 @@ from initopt.record import run_numbers, run_root
 from initopt.runs import RecordError, Run
 
 HOME = "summary"
-"""The verb that a call without one means."""
+"""The verb that is meant by a call without one."""
 
 DAY = 86_400.0
 
@@ -244,7 +244,7 @@ def _graph(what: str | None, root: Path | None, inputs: Sequence[str]) -> Graph:
 
 
 def _job(text: str, failures_per_day: float) -> Job:
-    units = {"s": (1.0, "s"), "m": (60.0, "min"), "h": (3600.0, "h"), "d": (DAY, "days")}
+    units = {"s": (1.0, "s"), "m": (60.0, "min"), "h": (3_600.0, "h"), "d": (DAY, "d")}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)([smhd])\s*", text)
     if match is None or float(match[1]) == 0:
         raise ValueError(f"--jobs {text!r} is not understood: write a length such as 90m, 4h or 7d")
