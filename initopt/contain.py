@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 MARK = "INITOPT_CONTAINED"
-"""The environment variable that marks the processes of one call."""
+"""The environment variable that marks the processes of a call, after those of the calls that it is made in."""
 
 GRACE = 6.0
 """Seconds that processes get to end by themselves. A data loader's worker takes up to 5 to see its parent gone."""
@@ -55,7 +55,7 @@ def run(command: Sequence[str], *, env: Mapping[str, str], log: Path, timeout: f
         try:
             process = subprocess.Popen(
                 list(command),
-                env={**env, MARK: mark},
+                env={**env, MARK: f"{env.get(MARK, '')} {mark}".strip()},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -105,11 +105,10 @@ class _Members:
         group = None if self.process is None else self.process.pid
         if not Path("/proc/self/stat").exists():
             return [] if group is None or not _group_exists(group) else [group]
-        needle = f"{MARK}={self.mark}".encode()
         return [
             int(entry.name)
             for entry in Path("/proc").glob("[0-9]*")
-            if _is_living_member(entry, group) or _bears(entry, needle)
+            if _is_living_member(entry, group) or _bears(entry, self.mark)
         ]
 
     def signal(self, number: int) -> None:
@@ -146,10 +145,10 @@ def _is_living_member(entry: Path, group: int | None) -> bool:
     return int(process_group) == group and state not in "ZX"
 
 
-def _bears(entry: Path, needle: bytes) -> bool:
+def _bears(entry: Path, mark: str) -> bool:
     """Whether the process has the mark. The environment of a zombie is empty."""
     try:
-        return needle in (entry / "environ").read_bytes().split(b"\0")
+        return mark.encode() in (entry / "environ").read_bytes()
     except OSError:
         return False
 

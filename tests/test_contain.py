@@ -90,6 +90,24 @@ def test_a_timeout_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, the
     assert not is_running(int(pid_file.read_text()))
 
 
+def test_a_call_inside_a_call_belongs_to_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outer call ends what the inner one started, even where the inner one is killed without a word."""
+    monkeypatch.setattr(contain, "GRACE", 0.5)
+    pid_file = tmp_path / "pid"
+    inner = launcher(pid_file, "os.kill(os.getppid(), 9); time.sleep(600)")
+    inner[2] = "import os" + inner[2]
+    script = f"""
+import os, pathlib
+from initopt import contain
+contain.run({inner!r}, env=os.environ, log=pathlib.Path({str(tmp_path / "inner")!r}), timeout=60)
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(contain.__file__).parents[1])}
+    outcome = contain.run([sys.executable, "-c", script], env=env, log=tmp_path / "outer", timeout=60)
+    assert outcome.code == -signal.SIGKILL
+    assert len(outcome.left) == 2
+    assert not is_running(int(pid_file.read_text()))
+
+
 def test_the_timeout_is_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     outcome = contain.run(command, env=os.environ, log=tmp_path / "log", timeout=0.1)
