@@ -111,7 +111,7 @@ def launch(
         workers: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
-                # Files, not pipes: a rank that writes much does not block, an orphan that holds them open does not block us.
+                # Not pipes: a rank that writes much would block, and so would we on an orphan that holds one open.
                 with open(f"{folder}/out{rank}", "wb") as out, open(f"{folder}/err{rank}", "wb") as err:
                     workers.append(
                         subprocess.Popen(
