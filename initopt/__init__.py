@@ -41,6 +41,8 @@ _HOME = {
     "step": "record",
 }
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Call",
     "Collective",

@@ -106,7 +106,7 @@ def watched(listener: Listener) -> Iterator[None]:
     import torch.nn.parallel.distributed as ddp
     from torch.distributed import distributed_c10d as c10d
 
-    entered = time.perf_counter()
+    entered = time.thread_time()
     watch = _Watch(listener, c10d)
     # A home may already hold somebody else's wrapper, so each distinct function is wrapped, not each name.
     seen: dict[int, Callable[..., Any]] = {}
@@ -117,14 +117,14 @@ def watched(listener: Listener) -> Iterator[None]:
                 seen[id(function)] = watch.wrap(name, function)
     originals = {id(wrapper): wrapper.__wrapped__ for wrapper in seen.values()}  # type: ignore[attr-defined]
     _rebind(seen)
-    listener.spent(time.perf_counter() - entered)
+    listener.spent(time.thread_time() - entered)
     try:
         yield
     finally:
-        entered = time.perf_counter()
+        entered = time.thread_time()
         watch.on = False
         _rebind(originals)
-        listener.spent(time.perf_counter() - entered)
+        listener.spent(time.thread_time() - entered)
 
 
 def _rebind(replacements: Mapping[int, Callable[..., Any]]) -> None:
@@ -176,7 +176,7 @@ class _Watch:
         return call
 
     def _outermost(self, op: str, function: Callable[..., Any], arguments: _Arguments) -> Any:
-        began = time.perf_counter()
+        began = time.thread_time()
         given = arguments.get("group", "process_group")
         if given is self._c10d.GroupMember.NON_GROUP_MEMBER:
             return function(*arguments.args, **arguments.kwargs)
@@ -189,7 +189,7 @@ class _Watch:
         error = ""
         result = None
         self._thread.bytes_inside = inside
-        cpu = time.thread_time()
+        called = time.thread_time()
         start = time.perf_counter()
         try:
             result = function(*arguments.args, **arguments.kwargs)
@@ -199,7 +199,7 @@ class _Watch:
             raise
         finally:
             end = time.perf_counter()
-            cpu = time.thread_time() - cpu
+            returned = time.thread_time()
             self._thread.bytes_inside = None
             if makes_group and isinstance(result, self._c10d.ProcessGroup):
                 group = self._name(result)
@@ -213,12 +213,12 @@ class _Watch:
                     sequence=sequence,
                     start=start,
                     end=end,
-                    cpu=cpu,
+                    cpu=returned - called,
                     bytes=_bytes(arguments.get(payload)) if payload else inside[0],
                     call_site=call_site,
                     async_op=bool(arguments.get("async_op")),
                     error=error,
-                    own=(start - began) + (time.perf_counter() - end),
+                    own=(called - began) + (time.thread_time() - returned),
                 )
             )
 

@@ -110,7 +110,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """The last line of a rank's file. `end` and `own_cost` (what recording took) are seconds, `peak_rss` bytes.
+    """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds.
 
     `cpu` are the CPU seconds of the process and of its children that have been waited for.
     """
@@ -171,7 +171,7 @@ class Recorder:
         labels: Iterable[str] = (),
         graph: Graph | None = None,
     ) -> None:
-        entered = time.perf_counter()
+        entered = time.thread_time()
         if mode not in get_args(Mode):
             raise ValueError(f"mode is {mode!r}: it must be one of {', '.join(get_args(Mode))}")
         if keep < 1:
@@ -207,7 +207,7 @@ class Recorder:
 
     def add(self, span: Span) -> None:
         """Record a span whose times are those of `now`."""
-        self._write(span, time.perf_counter())
+        self._write(span, time.thread_time())
 
     @contextmanager
     def span(self, name: str, *, lane: str | None = None, stage: str | None = None) -> Iterator[None]:
@@ -215,11 +215,11 @@ class Recorder:
 
         Without a `lane` it is the one that this thread is in: `main` for the main thread, else the thread's name.
         """
-        entered = time.perf_counter()
+        entered = time.thread_time()
         with self.current_step(name, lane=lane) as outer:
             lane = self._lane()
             error = ""
-            cpu = time.thread_time()
+            began = time.thread_time()
             start = time.perf_counter()
             try:
                 yield
@@ -228,7 +228,7 @@ class Recorder:
                 raise
             finally:
                 end = time.perf_counter()
-                cpu = time.thread_time() - cpu
+                ended = time.thread_time()
                 span = Span(
                     name,
                     start - self._zero,
@@ -236,11 +236,11 @@ class Recorder:
                     rank=self.rank,
                     lane=lane,
                     stage=stage,
-                    cpu=cpu,
+                    cpu=ended - began,
                     step=outer,
                     error=error,
                 )
-                self._write(span, end - (start - entered))
+                self._write(span, ended - (began - entered))
 
     @contextmanager
     def current_step(self, name: str, *, lane: str | None = None) -> Iterator[str]:
@@ -275,7 +275,7 @@ class Recorder:
         """
         if self._silent():
             return
-        entered = time.perf_counter()
+        entered = time.thread_time()
         with self._fail_safe():
             self.rank, self.world_size, self._store = rank, world_size, store
             if store is None:
@@ -297,11 +297,11 @@ class Recorder:
                 else:
                     self._learn_number(store)
         with self._lock:
-            self._own_cost += time.perf_counter() - entered
+            self._own_cost += time.thread_time() - entered
 
     def digest(self, name: str, sha256: str, **about: Any) -> None:
         """Leave a checksum (hex) in the record, for example of the trained state. `about` must be JSON values."""
-        self._write(Digest(name, sha256, about=about), time.perf_counter())
+        self._write(Digest(name, sha256, about=about), time.thread_time())
 
     def close(self) -> None:
         """Take the hooks out and write the last line. What comes later is ignored. May be called twice."""
@@ -349,7 +349,7 @@ class Recorder:
         return "main" if thread is threading.main_thread() else thread.name
 
     def _write(self, record: Span | Digest | _Group, entered: float) -> None:
-        """Write or keep a record; what it took since `entered` (`time.perf_counter`) is the recorder's own cost."""
+        """Write or keep a record; what it took since `entered` (`time.thread_time`) is the recorder's own cost."""
         if self._silent():
             return
         with self._fail_safe(), self._lock:
@@ -359,7 +359,7 @@ class Recorder:
                 self._waiting.append(record)
             else:
                 self._write_line(record)
-            self._own_cost += time.perf_counter() - entered
+            self._own_cost += time.thread_time() - entered
 
     def _silent(self) -> bool:
         """Whether nothing is written any more. A forked process has this object, its lock perhaps held, but no part."""
@@ -509,7 +509,7 @@ class _Meetings:
         self._recorder = recorder
 
     def met(self, meeting: Meeting) -> None:
-        entered = time.perf_counter()
+        entered = time.thread_time()
         recorder = self._recorder
         span = Span(
             name=meeting.op,
@@ -531,7 +531,7 @@ class _Meetings:
         recorder._write(span, entered - meeting.own)
 
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
-        self._recorder._write(_Group(name, ranks), time.perf_counter())
+        self._recorder._write(_Group(name, ranks), time.thread_time())
 
     def spent(self, seconds: float) -> None:
         with self._recorder._lock:

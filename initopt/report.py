@@ -169,7 +169,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         data["planned"] = end
         on = f"{lanes} {'lane' if lanes == 1 else 'lanes'}"
         lines += _wrap(f"Planned with this graph on {on}, nobody waiting: ~{seconds(end)}", width)
-    lines.append(Text(f"Recording itself cost {seconds(run.own_cost)}", style=QUIET))
+    lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     lines.append(_next("blame", "critical-chain", "plot"))
     return View(tuple(lines), data)
 
