@@ -237,7 +237,7 @@ class Execution:
         value: Any = None
         try:
             with ExitStack() as stack:
-                stack.enter_context(self.recorder.current_step(name))
+                stack.enter_context(self.recorder.current_step(name, lane=step.lane))
                 if threading.current_thread() is self._caller:
                     stack.enter_context(self._alarm.limit(name, step.timeout or self._timeout))
                 if "rng" in step.uses:

@@ -120,7 +120,7 @@ class TrainerStartup(Startup):
             start = recorder.now()
             error = ""
             try:
-                with recorder.collectives(), recorder.current_step(FIRST_STEP):
+                with recorder.collectives(), recorder.current_step(FIRST_STEP, lane=_FIRST_STEP.lane):
                     return progress(batches)
             except BaseException as raised:
                 error = type(raised).__name__

@@ -79,7 +79,7 @@ def _fork(
         out = os.open(folder / f"out{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         # Errors in tests, but a rank stands for a user's process.
         warnings.resetwarnings()
         os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
