@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from initopt.record import FIRST_STEP
-from initopt.runs import RecordError
+from initopt.runs import RecordError, last_step
 
 if TYPE_CHECKING:
     from initopt.graph import Graph
@@ -98,7 +98,7 @@ def rank_chain(spans: Sequence[Span], graph: Graph | None, *, zero: float = 0.0)
 
 def finished_ranks(run: Run) -> list[int]:
     """The ranks that reached the end of their first training step, in order."""
-    return sorted({span.rank for span in run.spans if span.name == FIRST_STEP and not span.error})
+    return sorted(rank for rank in run.headers if last_step(run.of_rank(rank), run.graph) is not None)
 
 
 def slowest_rank(run: Run) -> int:
@@ -193,7 +193,7 @@ class _Walk:
 
     def back(self, rank: int, *, crossing: bool) -> list[Link]:
         links: list[Link] = []
-        step: Span | None = self.lines(rank).by_name[FIRST_STEP][-1]
+        step = last_step(self._spans[rank], self.graph)
         until = step.end if step is not None else 0.0
         crossed = False
         while step is not None:

@@ -97,6 +97,9 @@ class Execution:
         self._heard: Failure | None = None
         self._own_failure: Failure | None = None
         self._was_running: dict[str, float] = {}
+        self._hooks = ExitStack()
+        self._hooking = threading.Lock()
+        self._hooked = False
         self._threads: dict[str, threading.Thread] = {}
         self._helpers: dict[str, HelperProcess] = {}
         self._generators = rng.read()
@@ -248,6 +251,7 @@ class Execution:
                     self._generators = rng.read()
                 if step.lane == "comms":
                     self._join_by_itself()
+                self._watch_collectives()
         except BaseException as raised:
             error = raised
         span = Span(
@@ -304,6 +308,13 @@ class Execution:
             raise OrderError(f"{text}. Overlapped, the weights would depend on timing")
         warnings.warn(f"initopt: {text}; with overlap this is an error", stacklevel=2)
         self._generators = rng.read()
+
+    def _watch_collectives(self) -> None:
+        """Record meetings from the moment on that torch.distributed is there; a start-up without it stays without."""
+        with self._hooking:
+            if not self._hooked and "torch.distributed" in sys.modules and not self._over:
+                self._hooked = True
+                self._hooks.enter_context(self.recorder.collectives())
 
     def _join_by_itself(self) -> None:
         if self._peers is not None:
@@ -367,7 +378,8 @@ class Execution:
     def _guarded(self, children: set[int]) -> Iterator[None]:
         """Turn whatever ends a run early into one StartupFailed, with nothing left running."""
         try:
-            with self.recorder.collectives():
+            with self._hooks:
+                self._watch_collectives()
                 yield
         except BaseException as error:
             with self._lock:

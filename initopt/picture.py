@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from xml.sax.saxutils import escape
 
 from initopt.chain import SKEW, UNNAMED, Link, outer_steps, rank_chain
-from initopt.record import FIRST_STEP
 from initopt.report import about, labels, planned, seconds, title, versions
+from initopt.runs import last_step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,8 +129,8 @@ def draw(run: Run, rank: int, *, form: Literal["svg", "png"] = "svg") -> bytes:
 
 def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Sequence[Span], zero: float) -> Panel:
     steps = outer_steps(spans)
-    ends = [span.end for span in steps if span.name == FIRST_STEP and not span.error]
-    links: list[Link] = rank_chain(spans, run.graph, zero=zero) if ends else []
+    last = last_step(spans, run.graph)
+    links: list[Link] = rank_chain(spans, run.graph, zero=zero) if last is not None else []
     on_chain = {(link.step, link.start) for link in links}
     lane_of = {span.name: span.lane for span in steps}
     meetings: dict[str, list[Span]] = {}
@@ -152,7 +152,7 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
         if link.queue > SKEW and link.step != UNNAMED
     )
     lanes = tuple(sorted({bar.lane for bar in bars}, key=_lane_order))
-    return Panel(name, rank, ends[-1] - zero if ends else None, lanes, tuple(bars), queues)
+    return Panel(name, rank, last.end - zero if last is not None else None, lanes, tuple(bars), queues)
 
 
 def _words(run: Run, span: Span, *, longest: bool) -> str:
@@ -188,6 +188,7 @@ class _Page:
         self.left = 0.0
 
     def compose(self, run: Run, shown: Sequence[Panel]) -> None:
+        self.goal = run.goal
         self.left = _EDGE + 0.15 + max((self._wide(lane) for panel in shown for lane in panel.lanes), default=0.0)
         inner = _WIDTH - self.left - _RIGHT
         last = max((bar.end for panel in shown for bar in panel.bars), default=1.0)
@@ -337,7 +338,7 @@ class _Page:
         axes.annotate(what, (0, 1), (left, above), xycoords="axes fraction", weight="bold", **place)
         if panel.first_batch is not None:
             axes.axvline(panel.first_batch, color=INK, lw=1.2, clip_on=False)
-            when = f"first batch {'' if recorded else '~'}{seconds(panel.first_batch)}"
+            when = f"{self.goal} {'' if recorded else '~'}{seconds(panel.first_batch)}"
             axes.annotate(when, (panel.first_batch, 0), (-3, above), ha="right", **place)
 
     def _legend(self, total: float) -> None:
@@ -349,7 +350,7 @@ class _Page:
             Patch(facecolor=GREY, label="other work"),
             Patch(facecolor="white", edgecolor=FAINT, hatch=_HATCH, label="wait for other ranks"),
             Line2D([], [], color=QUEUE, lw=2.0, ls=_DOTS, label="queue: the chain stood still"),
-            Line2D([], [], color=INK, lw=1.2, label="first batch"),
+            Line2D([], [], color=INK, lw=1.2, label=self.goal),
         ]
         self.figure.legend(
             handles=keys,

@@ -125,7 +125,7 @@ def sentence(run: Run) -> str:
     """The start-up in one line: `first batch after 157.7s = 98.4s work + 13.5s wait + 45.8s queue`."""
     parts = split(run, median_rank(run))
     work, wait, queue = (seconds(part) for part in (parts.work, parts.wait, parts.queue))
-    return f"first batch after {seconds(parts.total)} = {work} work + {wait} wait + {queue} queue"
+    return f"{run.goal} after {seconds(parts.total)} = {work} work + {wait} wait + {queue} queue"
 
 
 def summary(run: Run, *, width: int = 80) -> View:
@@ -146,7 +146,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         planned=None,
     )
     lines = _head(run, width)
-    first = Text.assemble("First batch after ", (seconds(parts.total), "bold"))
+    first = Text.assemble(f"{run.goal.capitalize()} after ", (seconds(parts.total), "bold"))
     if len(finished_ranks(run)) > 1:
         first.append(f" (median rank {median}; slowest, rank {slowest}: {seconds(run.first_batch(slowest))})")
     lines += _wrap(first, width)
@@ -475,7 +475,7 @@ def _warned(warnings: Iterable[str], width: int) -> list[Text]:
 
 def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
     lines = _head(run, width)
-    lines.append(Text("No rank reached its first batch.", style=LONGEST))
+    lines.append(Text(f"No rank reached its {run.goal}.", style=LONGEST))
     stopped = {}
     for rank in sorted(run.headers):
         steps = steps_of(run, rank)

@@ -56,6 +56,19 @@ class RecordError(ValueError):
         super().__init__(f"{path}{f' line {line}' if line else ''}: {problem}")
 
 
+def last_step(spans: Iterable[Span], graph: Graph | None) -> Span | None:
+    """The step that ends the start-up of one rank, None if the rank did not end it well.
+
+    That is `first_step`, or, where the graph has no such step, the one of the graph's steps that ended last.
+    """
+    steps = {span.name: span for span in spans if span.kind == "step" and not span.error}
+    if FIRST_STEP in steps or graph is None or FIRST_STEP in graph:
+        return steps.get(FIRST_STEP)
+    if not len(graph) or not all(name in steps for name in graph):
+        return None
+    return max((steps[name] for name in graph), key=lambda span: span.end)
+
+
 @dataclass(frozen=True)
 class Run:
     """All spans of one start-up on all ranks. Seconds; zero is the earliest process start of any rank.
@@ -107,17 +120,23 @@ class Run:
     def first_batch(self, rank: int) -> float:
         """Time to first batch of a rank: seconds from its own process start to the end of its first training step.
 
-        Raises RecordError if the rank never got there, KeyError for a rank without a record.
+        A start-up whose graph has no training step is over with its last step. Raises RecordError if the rank never got
+        there, KeyError for a rank without a record.
         """
         zero = self.zero[rank]
-        for span in self.of_rank(rank):
-            if span.name == FIRST_STEP and not span.error:
-                return span.end - zero
+        last = last_step(self.of_rank(rank), self.graph)
+        if last is not None:
+            return last.end - zero
         raise RecordError(
             self.path / f"rank{rank:05}.jsonl",
             f"there is no finished step {FIRST_STEP!r}, which ends a start-up. Give the first training step that name: "
             f"`with initopt.step({FIRST_STEP!r})`",
         )
+
+    @property
+    def goal(self) -> str:
+        """What this start-up leads to, in words: `first batch`, or `last step` where the graph has no training step."""
+        return "first batch" if self.graph is None or FIRST_STEP in self.graph else "last step"
 
     def meeting(self, span: Span) -> tuple[Span, ...]:
         """The spans of all ranks that met in this collective, this one among them, in order of their start.
