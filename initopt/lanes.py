@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ GRACE = 2.0
 TICK = 0.25
 """Seconds between two looks at the steps' timeouts."""
 
-_runs = 0
+_runs: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Terminated(BaseException):
     """SIGTERM arrived during start-up."""
 
 
+class _Stopped(Exception):
+    """A step was not begun, since the start-up is over."""
+
+
 class Execution:
     """One run of a graph on this rank."""
 
@@ -68,17 +73,18 @@ class Execution:
         timeout: float,
         plugins: pluggy.PluginManager,
     ) -> None:
-        global _runs
-        _runs += 1
+        # By name: one rank may have run a start-up of its own before.
+        _runs[graph.name] += 1
         self.graph = graph
         self.recorder = recorder
         self.values: dict[str, Any] = dict(inputs)
         self.rank = int(os.environ.get("RANK", "0"))
-        self._attempt = f"{attempt_of_job()}.{_runs}"
+        self._attempt = f"{attempt_of_job()}.{graph.name}.{_runs[graph.name]}"
         self._tasks = tasks
         self._timeout = timeout
         self._plugins = plugins
         self._peers: Peers | None = None
+        self._joined = False
         self._thread_state = ThreadState()
         self._caller = threading.current_thread()
         self._alarm = Alarm()
@@ -112,15 +118,18 @@ class Execution:
         """Run every step on its lane. Raises StartupFailed."""
         children = _children()
         self._sockets_before = _sockets()
-        for lane, names in self.graph.lanes().items():
-            if lane.startswith("process:"):
-                self._helpers[lane] = HelperProcess(lane, {name: self._tasks[name].function for name in names})
-        with self._guarded(children), self._sigterm.raised():
-            with self._lock:
-                for name, missing in self._missing.items():
-                    if not missing:
-                        self._becomes_ready(name)
-            self._coordinate()
+        with self._guarded(children):
+            # Before the handler of SIGTERM is set and before there are lanes: a forked helper would inherit both.
+            for lane, names in self.graph.lanes().items():
+                if lane.startswith("process:"):
+                    self._helpers[lane] = HelperProcess(lane, {name: self._tasks[name].function for name in names})
+            self._join_by_itself()
+            with self._sigterm.raised():
+                with self._lock:
+                    for name, missing in self._missing.items():
+                        if not missing:
+                            self._becomes_ready(name)
+                self._coordinate()
 
     def serially(self) -> None:
         """Run the same steps one after the other, in the calling thread. Raises StartupFailed."""
@@ -128,18 +137,26 @@ class Execution:
         self._sockets_before = _sockets()
         self._serial = True
         with self._guarded(children):
+            self._join_by_itself()
             for name in self.graph.order():
                 with self._lock:
+                    if self._over:
+                        break
                     self._running[name] = time.monotonic()
                 self._run_step(name)
-                if self._over:
-                    break
 
     def join(self, store: Any, rank: int, world_size: int) -> None:
-        """Connect this start-up to the other ranks' through `store`. Raises OrderError if their collectives differ."""
-        if self._peers is not None or world_size == 1:
+        """Connect this start-up, and its record, to the other ranks' through `store`; a second call does nothing.
+
+        Raises OrderError if their collectives differ.
+        """
+        if self._joined:
             return
+        self._joined = True
         self.rank = rank
+        self.recorder.agree(rank, world_size, store)
+        if world_size == 1:
+            return
         self._peers = Peers(
             store, rank, world_size, attempt=self._attempt, status=self._status, failed=self._peer_failed
         )
@@ -160,12 +177,14 @@ class Execution:
             yield
             return
         with self._lock:
-            self._alone.append(step)
-            while any(name not in self._alone for name in self._running) or self._alone[0] != step:
-                if self._over:
-                    break
-                self._changed.wait()
+            # Before the steps that fork: they wait for `step`, which runs.
+            self._alone.insert(0, step)
         try:
+            with self._lock:
+                while not self._over and self._running.keys() != {step}:
+                    self._changed.wait()
+                if self._over:
+                    raise _Stopped(step)
             yield
         finally:
             with self._lock:
@@ -205,7 +224,11 @@ class Execution:
                     return
                 name = heapq.heappop(ready)[1]
                 self._running[name] = time.monotonic()
-            self._run_step(name)
+            try:
+                self._run_step(name)
+            except BaseException as error:
+                # Not the step's own error, but a lane that dies in silence would hold up the start-up for good.
+                self._step_failed(name, error)
 
     def _becomes_ready(self, name: str) -> None:
         step = self.graph[name]
@@ -266,7 +289,11 @@ class Execution:
             call_site=step.call_site,
         )
         self.recorder.add(span)
-        self._plugins.hook.initopt_step_ended(span=span)
+        try:
+            self._plugins.hook.initopt_step_ended(span=span)
+        except Exception as raised:
+            note(raised, f"a plugin's initopt_step_ended raised this after step {name!r}")
+            error = error or raised
         if error is not None:
             self._step_failed(name, error)
             return
@@ -295,7 +322,8 @@ class Execution:
 
     def _check_generators(self, when: str) -> None:
         """Find a draw by a step that does not hold `rng`: its place among the draws would depend on timing."""
-        if not self._generators or rng.read() == self._generators:
+        now = rng.read()
+        if not rng.moved(self._generators, now):
             return
         suspects = [
             n for n in self.graph if (n in self.values or n in self._running) and "rng" not in self.graph[n].uses
@@ -307,7 +335,7 @@ class Execution:
         if not self._serial:
             raise OrderError(f"{text}. Overlapped, the weights would depend on timing")
         warnings.warn(f"initopt: {text}; with overlap this is an error", stacklevel=2)
-        self._generators = rng.read()
+        self._generators = now
 
     def _watch_collectives(self) -> None:
         """Record meetings from the moment on that torch.distributed is there; a start-up without it stays without."""
@@ -317,15 +345,10 @@ class Execution:
                 self._hooks.enter_context(self.recorder.collectives())
 
     def _join_by_itself(self) -> None:
-        if self._peers is not None:
-            return
-        distributed = getattr(sys.modules.get("torch"), "distributed", None)
-        if distributed is None or not distributed.is_initialized():
-            return
-        store = distributed.distributed_c10d._get_default_store()
-        rank, world_size = distributed.get_rank(), distributed.get_world_size()
-        self.recorder.agree(rank, world_size, store)
-        self.join(store, rank, world_size)
+        distributed = None if self._joined else _distributed()
+        if distributed is not None:
+            store = distributed.distributed_c10d._get_default_store()
+            self.join(store, distributed.get_rank(), distributed.get_world_size())
 
     # Failure
 
@@ -353,72 +376,116 @@ class Execution:
 
     def _step_failed(self, name: str, error: BaseException) -> None:
         with self._lock:
-            since = self._running.pop(name)
+            elapsed = time.monotonic() - self._running.pop(name, time.monotonic())
             if not self._over:
-                self._fails(name, error, time.monotonic() - since)
+                self._fails(name, error, elapsed)
+            elif not self._is_echo(name, error):
+                self._keep(name, error, elapsed)
             self._wake()
 
     def _fails(self, name: str, error: BaseException, elapsed: float) -> None:
         if isinstance(error, PeerFailed) and self._heard is not None:
             return
-        note(error, f"start-up step {name!r} failed on rank {self.rank} after {elapsed:.1f} s")
-        self._errors.append(error)
+        self._keep(name, error, elapsed)
         self._own_failure = Failure(self.rank, name, elapsed, f"{type(error).__name__}: {error}")
         self._stop()
 
+    def _keep(self, name: str, error: BaseException, elapsed: float) -> None:
+        note(error, f"start-up step {name!r} failed on rank {self.rank} after {elapsed:.1f} s")
+        self._errors.append(error)
+
+    def _is_echo(self, name: str, error: BaseException) -> bool:
+        """Whether a step that fails when the start-up is over does so for that reason: its meeting or helper ended."""
+        timed_out = self._own_failure is not None and self._own_failure.step == name
+        lane = self.graph[name].lane
+        return timed_out or isinstance(error, _Stopped | PeerFailed) or lane == "comms" or lane.startswith("process:")
+
     def _peer_failed(self, failure: Failure) -> None:
         with self._lock:
+            if self._heard is not None:
+                return
             self._heard = failure
             self._stop()
         _leave_collectives(self._sockets_before)
-        if self._serial:
-            self._alarm.interrupt(_peer_error(failure))
+        self._alarm.interrupt(_peer_error(failure))
 
     @contextmanager
     def _guarded(self, children: set[int]) -> Iterator[None]:
-        """Turn whatever ends a run early into one StartupFailed, with nothing left running."""
+        """Turn whatever ends a run early into one error, with nothing left running."""
         try:
             with self._hooks:
                 self._watch_collectives()
                 yield
+            self._check_at_the_end()
         except BaseException as error:
-            with self._lock:
-                self._stop()
-            self._note_what_ran(error)
-            if isinstance(error, Terminated):
-                self._ends_by_signal(children)
-            self._clean_up(children)
+            self._interrupted(error, children)
             raise
         finally:
             for helper in self._helpers.values():
                 helper.close()
-        if not self._errors and self._heard is None:
+        if not self._errors:
             if self._peers is not None:
-                self._peers.end()
-            self._check_generators("after the last step that uses it")
-            return
+                self._peers.stop()
+            if self._heard is None:
+                for thread in self._threads.values():
+                    thread.join()
+                if self._peers is not None:
+                    self._peers.end()
+                return
         raise self._failed(children)
 
-    def _failed(self, children: set[int]) -> StartupFailed:
-        step = self._own_failure.step if self._own_failure else self._status()[0]
+    def _check_at_the_end(self) -> None:
+        if self._errors or self._heard is not None:
+            return
+        try:
+            self._check_generators("after the last step that uses it")
+        except OrderError as error:
+            self._errors.append(error)
+            self._own_failure = Failure(self.rank, "", 0.0, f"{type(error).__name__}: {error}")
+
+    def _interrupted(self, error: BaseException, children: set[int]) -> None:
+        """Leave on an error that is no step's: Ctrl-C, SIGTERM, a helper that could not be started."""
+        with self._lock:
+            self._stop()
+        self._note_what_ran(error)
+        if isinstance(error, Terminated):
+            self._ends_by_signal(children)
+        if self._peers is not None:
+            self._peers.stop()
+            if self._heard is None:
+                step, seconds = max(self._was_running.items(), key=lambda item: item[1], default=("", 0.0))
+                text = f"{type(error).__name__}: {error}"
+                self._peers.announce(Failure(self.rank, step, seconds, text), look_for_cause=False)
+        _leave_collectives(self._sockets_before)
+        known = len(self._errors)
+        self._clean_up(children)
+        for other in self._errors[known:]:
+            note(error, f"while cleaning up: {type(other).__name__}: {other}")
+
+    def _failed(self, children: set[int]) -> BaseException:
+        if self._peers is not None:
+            self._peers.stop()
+            if self._heard is None and self._own_failure is not None:
+                step = self._own_failure.step
+                collective = step in self.graph and self.graph[step].lane == "comms"
+                first = self._peers.announce(self._own_failure, look_for_cause=collective)
+                if first.rank != self.rank:
+                    self._heard = first
+        who = self._heard or self._own_failure
+        rank = who.rank if who else self.rank
+        others = doing(self._peers.statuses(), but={self.rank, rank}) if self._peers is not None else ""
+        _leave_collectives(self._sockets_before)
+        self._clean_up(children)
         errors = list(self._errors)
-        if self._peers is not None and self._heard is None and self._own_failure is not None:
-            collective = self.graph[step].lane == "comms"
-            first = self._peers.announce(self._own_failure, look_for_cause=collective)
-            if first.rank != self.rank:
-                self._heard = first
         if self._heard is not None:
             peer = _peer_error(self._heard)
             self._note_what_ran(peer)
             errors.insert(0, peer)
-        who = self._heard or self._own_failure
-        rank = who.rank if who else self.rank
-        if self._peers is not None:
-            others = doing(self._peers.statuses(), but={self.rank, rank})
-            if others:
-                note(errors[0], f"meanwhile {others}")
-        _leave_collectives(self._sockets_before)
-        self._clean_up(children)
+        if others:
+            note(errors[0], f"meanwhile {others}")
+        for error in errors:
+            if isinstance(error, KeyboardInterrupt):
+                return error
         at = f"in step {who.step!r} " if who and who.step else ""
         return StartupFailed(f"start-up {self.graph.name!r} failed {at}on rank {rank}", errors)
 
@@ -461,6 +528,8 @@ class _Sigterm:
     def __init__(self) -> None:
         self._usable = threading.current_thread() is threading.main_thread()
         self._before = signal.getsignal(signal.SIGTERM)
+        # Whoever handles or ignores SIGTERM himself goes on to do so.
+        self._usable = self._usable and self._before is signal.SIG_DFL
 
     @contextmanager
     def raised(self) -> Iterator[None]:
@@ -488,6 +557,14 @@ class _Sigterm:
     def _stop(self, _signal: int, _frame: object) -> None:
         signal.signal(signal.SIGTERM, self._before)
         raise Terminated
+
+
+def _distributed() -> Any:
+    """torch.distributed if this process has joined a group, without importing it."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    # torch can be built without it, and a thread may see it half imported by another one.
+    joined = getattr(distributed, "is_initialized", None)
+    return distributed if joined is not None and joined() else None
 
 
 def _children() -> set[int]:
@@ -536,8 +613,8 @@ def _leave_collectives(before: set[int]) -> None:
     connections that this start-up opened are shut instead, except those to the store, which still carries the reason
     to the others.
     """
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    if distributed is None or not distributed.is_initialized():
+    distributed = _distributed()
+    if distributed is None:
         return
     world = distributed.distributed_c10d._world
     for group in list(world.pg_map):
@@ -551,7 +628,8 @@ def _leave_collectives(before: set[int]) -> None:
     for descriptor in _sockets() - before:
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
+                internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if internet and store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
                     connection.shutdown(socket.SHUT_RDWR)
         except (OSError, IndexError, TypeError):
             # Listening sockets and ones that closed meanwhile have no peer.
