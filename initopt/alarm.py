@@ -26,27 +26,40 @@ class Alarm:
             and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
         )
         self._error: BaseException | None = None
+        self._armed = False
+        self._lock = threading.Lock()
 
     @contextmanager
     def limit(self, step: str, seconds: float) -> Iterator[None]:
-        """Raise StepTimeout inside the block once it has run for `seconds`."""
+        """Raise StepTimeout inside the block once it has run for `seconds`, at once what `interrupt` gave before."""
         if not self._usable:
             yield
             return
 
         def ring(_signal: int, _frame: FrameType | None) -> None:
-            raise self._error or StepTimeout(step, seconds)
+            if self._armed:
+                self._armed = False
+                raise self._error or StepTimeout(step, seconds)
 
         signal.signal(signal.SIGALRM, ring)
+        self._armed = True
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            yield
+            try:
+                if self._error is not None:
+                    raise self._error
+                yield
+            finally:
+                self._armed = False
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            # With the lock, since without a handler the signal of `interrupt` ends the process.
+            with self._lock:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise `error` in the block of `limit` that is running, if one is."""
+        """Raise `error` in the block of `limit` that is running, else in the next one."""
         self._error = error
-        if self._usable and signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL and self._thread.ident is not None:
-            signal.pthread_kill(self._thread.ident, signal.SIGALRM)
+        with self._lock:
+            if self._armed and self._thread.ident is not None:
+                signal.pthread_kill(self._thread.ident, signal.SIGALRM)

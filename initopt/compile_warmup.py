@@ -12,16 +12,16 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 if TYPE_CHECKING:
     from torch import nn
 
 _here = threading.local()
+_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,12 @@ class Compile:
         What fails here is left to the first batch, with one warning: there it fails as it would without a warm-up, or
         not.
         """
-        if self.examples is None:
-            return 0
         import torch
         from torch._functorch import config
+
+        # Where nothing is compiled the examples would run for real, and leave traces.
+        if self.examples is None or torch._dynamo.config.disable:
+            return 0
 
         before = self.graphs()
         parts = self.parts(model)
@@ -75,17 +77,17 @@ class Compile:
                 raise ValueError(
                     f"there is an example for {name!r}, which is no part; the parts are {', '.join(parts)}"
                 )
-            with _warming(), config.patch(force_non_lazy_backward_lowering=torch.is_grad_enabled()):
-                try:
+            try:
+                with _warming(), config.patch(force_non_lazy_backward_lowering=torch.is_grad_enabled()):
                     parts[name](*call.args, **call.kwargs)
-                except _Compiled:
-                    continue
-                except Exception as error:
-                    warnings.warn(
-                        f"initopt: part {name!r} was not compiled ahead ({type(error).__name__}: {error}); "
-                        "it compiles at the first batch. Compare its example with what the model passes it",
-                        stacklevel=2,
-                    )
+            except _Compiled:
+                continue
+            except Exception as error:
+                warnings.warn(
+                    f"initopt: part {name!r} was not compiled ahead ({type(error).__name__}: {error}); "
+                    "it compiles at the first batch. Compare its example with what the model passes it",
+                    stacklevel=2,
+                )
         return self.graphs() - before
 
     @staticmethod
@@ -129,14 +131,18 @@ def _warming() -> Iterator[None]:
     restores: list[tuple[ModuleType, str]] = [(random, "setstate"), (torch.random, "set_rng_state")]
     restores += [(torch, "set_rng_state"), (torch.cuda, "set_rng_state")]
     thread = threading.get_ident()
-    with ExitStack() as stack:
-        for module, name in restores:
-            stack.enter_context(mock.patch.object(module, name, _unless_in(thread, getattr(module, name))))
+    # Two at once could put back each other's replacements.
+    with _one_at_a_time:
+        originals = [getattr(module, name) for module, name in restores]
+        for (module, name), original in zip(restores, originals, strict=True):
+            setattr(module, name, _unless_in(thread, original))
         _here.warming = True
         try:
             yield
         finally:
             _here.warming = False
+            for (module, name), original in zip(restores, originals, strict=True):
+                setattr(module, name, original)
 
 
 def _unless_in(thread: int, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from initopt.failure import note
@@ -65,26 +66,42 @@ class HelperProcess:
         raise value
 
     def close(self) -> None:
-        """End the helper, whatever it is doing."""
-        self._parent.close()
+        """End the helper, whatever it is doing. A `call` that is under way raises RuntimeError."""
         self._process.kill()
         self._process.join()
+        self._parent.close()
 
 
 def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> None:
     if "torch" in sys.modules:
         # As in torch's own loader workers: a pool of the parent's does not exist here.
         sys.modules["torch"].set_num_threads(1)
+    # Ctrl-C reaches the whole process group; the trainer says what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     while True:
-        try:
-            step, arguments = pickle.loads(connection.recv_bytes())
-        except EOFError:
+        # A forked helper holds the trainer's end of the pipe too, so the pipe can't tell that the trainer is gone.
+        if connection not in wait([connection, parent.sentinel]):
             return
         try:
-            answer = pickle.dumps((True, functions[step](**arguments), ""))
-        except BaseException as error:
-            answer = _failed(error)
-        connection.send_bytes(answer)
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(message, functions))
+
+
+def _answer(message: bytes, functions: Mapping[str, Callable[..., Any]]) -> bytes:
+    try:
+        step, arguments = pickle.loads(message)
+        value = functions[step](**arguments)
+    except BaseException as error:
+        return _failed(error)
+    try:
+        return pickle.dumps((True, value, ""))
+    except Exception as error:
+        note(error, f"the value of step {step!r} must be picklable, since it runs in a helper process")
+        return _failed(error)
 
 
 def _failed(error: BaseException) -> bytes:
@@ -93,7 +110,10 @@ def _failed(error: BaseException) -> bytes:
         answer = pickle.dumps((False, error, trace))
         pickle.loads(answer)
     except Exception:
-        answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), trace))
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        for text in getattr(error, "__notes__", []):
+            note(plain, text)
+        answer = pickle.dumps((False, plain, trace))
     return answer
 
 

@@ -38,7 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Values(Mapping[str, Any]):
-    """What the steps returned, by name: `values.model` or `values["model"]`."""
+    """What the steps returned, by name: `values.model`, or `values["items"]` for the name of a mapping's method."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -47,10 +47,12 @@ class Values(Mapping[str, Any]):
         return self._values[name]
 
     def __getattr__(self, name: str) -> Any:
+        # Copying asks before there are any.
+        values = self.__dict__.get("_values", {})
         try:
-            return self.__dict__["_values"][name]
+            return values[name]
         except KeyError:
-            raise AttributeError(f"no step is named {name!r}; there are {', '.join(self._values)}") from None
+            raise AttributeError(f"no step is named {name!r}; there are {', '.join(values)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -83,6 +85,7 @@ class Startup:
     _declared: dict[str, _Declared] = field(default_factory=dict, repr=False)
     _execution: Execution | None = field(default=None, repr=False)
     _record: Path | None = field(default=None, repr=False)
+    _extended: bool = field(default=False, repr=False)
 
     def step(
         self,
@@ -109,7 +112,8 @@ class Startup:
         away. `origin` is for plugins: program order between two origins is never assumed for steps that draw random
         numbers.
 
-        Raises GraphError if the name is taken or `before` names no step; the rest is checked when the graph is built.
+        Raises GraphError if there is no name or it is taken, if `before` names no step, or if parameters don't name
+        steps; the rest is checked when the graph is built.
         """
         if function is None:
             return functools.partial(
@@ -126,8 +130,13 @@ class Startup:
                 discard=discard,
                 origin=origin,
             )
+        name = name or getattr(function, "__name__", None)
+        if name is None:
+            raise GraphError(
+                f"{_place(function)}: a step is named after its function, and this has no name; pass name="
+            )
         step = Step(
-            name or function.__name__,
+            name,
             after=_names(after),
             lane=lane,
             uses=_names(uses),
@@ -141,6 +150,8 @@ class Startup:
                 f"{_place(function)}: step {step.name!r} is declared already, at "
                 f"{self._declared[step.name].step.call_site}. Use `replace` to give it another function"
             )
+        for later in _names(before):
+            self._find(later)
         self._declared[step.name] = _declare(step, function, early, discard)
         for later in _names(before):
             self.order(step.name, later)
@@ -179,6 +190,11 @@ class Startup:
                     f"{step.name!r} uses 'rng' on lane {step.lane!r}: a helper process has generators of its own, so "
                     "its draws would not be the trainer's. Put it on a thread's lane"
                 )
+            if self._declared[step.name].early and (step.lane == "comms" or "comms" in step.uses):
+                raise GraphError(
+                    f"{step.name!r} is early and meets other ranks: not all of them may know its generator states, so "
+                    "their collectives would differ in order. Drop early=True"
+                )
         return Graph(steps, name=self.name, inputs=tuple(inputs))
 
     def run(self, *, overlap: bool = True, recorder: Recorder | None = None, **inputs: Any) -> Values:
@@ -190,7 +206,9 @@ class Startup:
         from initopt import plugins
 
         manager = plugins.installed()
-        manager.hook.initopt_declare(startup=self)
+        if not self._extended:
+            self._extended = True
+            manager.hook.initopt_declare(startup=self)
         graph = self._runnable(inputs)
         own = recorder is None
         if recorder is None:
@@ -199,8 +217,7 @@ class Startup:
             values = self._run(graph, inputs, recorder, manager, overlap=overlap)
         finally:
             if own:
-                recorder.close()
-                manager.hook.initopt_run_ended(path=recorder.path)
+                self._close(recorder)
             self._record = recorder.path
         return values
 
@@ -210,7 +227,6 @@ class Startup:
         Steps that only call `torch.distributed.init_process_group` need not: that is seen when they end.
         """
         if self._execution is not None:
-            self._execution.recorder.agree(rank, world_size, store)
             self._execution.join(store, rank, world_size)
 
     def report(self) -> str:
@@ -253,6 +269,14 @@ class Startup:
             self._execution = None
         ledger.save()
         return Values({name: execution.values[_settled(name) if name in known else name] for name in self._declared})
+
+    def _close(self, recorder: Recorder) -> None:
+        """Close a recorder of this start-up's own and show the plugins what it wrote."""
+        from initopt import plugins
+
+        recorder.close()
+        if recorder.path is not None:
+            plugins.installed().hook.initopt_run_ended(path=recorder.path)
 
     def _runnable(self, inputs: Iterable[str]) -> Graph:
         """The graph that is run."""
@@ -316,30 +340,31 @@ def _with_early_steps(graph: Graph, early: Iterable[str]) -> Graph:
             rest.append(step)
             continue
         others = tuple(resource for resource in step.uses if resource not in ("rng", "fork"))
-        first.append(replace(step, uses=(*others, "fork"), after=()))
+        first.append(replace(step, uses=(*others, "fork")))
         rest.append(replace(step, name=_settled(name), needs=(name,), uses=("rng",), lane="main"))
     return Graph([*first, *rest], name=graph.name, inputs=graph.inputs)
 
 
 def _settle(execution: Execution, tasks: dict[str, Task], name: str, ledger: rng.Ledger) -> None:
     task, entry = tasks[name], ledger[name]
-    after: list[rng.RngState] = []
+    after: list[bytes] = []
 
     def ahead(**arguments: Any) -> Any:
         others = rng.others()
         with rng.swapped(entry.before):
             value = task.function(**arguments)
-            after.append(rng.read())
-        if rng.others() != others:
-            # Python's and numpy's generators are not in the ledger, so this step has to wait for its turn.
+            after.append(rng.cpu())
+        if rng.moved(others, rng.others()):
+            # These generators are not in the ledger, so this step has to wait for its turn.
             after.clear()
         return value
 
     def in_turn(value: Any) -> Any:
-        before = rng.read()
-        if after and before == entry.before:
+        # From here on the value is this step's, to hand on or to discard.
+        execution.values.pop(name)
+        if after and rng.cpu() == entry.before:
             rng.write(after[0])
-            ledger[name] = rng.Entry(before, after[0])
+            ledger[name] = rng.Entry(entry.before, after[0])
             return value
         if task.discard is not None:
             task.discard(value)
@@ -347,7 +372,7 @@ def _settle(execution: Execution, tasks: dict[str, Task], name: str, ledger: rng
         with execution.alone(_settled(name)):
             return _noting(task.function, name, ledger)(**arguments)
 
-    tasks[name] = replace(task, function=ahead, discard=None)
+    tasks[name] = replace(task, function=ahead)
     tasks[_settled(name)] = Task(in_turn, {"value": name}, task.discard)
     for other, declared in tasks.items():
         if other != _settled(name) and name in declared.parameters.values():
@@ -360,10 +385,10 @@ def _noting(function: Callable[..., Any], name: str, ledger: rng.Ledger) -> Call
 
     @functools.wraps(function)
     def noted(**arguments: Any) -> Any:
-        before, others = rng.read(), rng.others()
+        before, others = rng.cpu(), rng.others()
         value = function(**arguments)
-        if before and rng.others() == others:
-            ledger[name] = rng.Entry(before, rng.read())
+        if before and not rng.moved(others, rng.others()):
+            ledger[name] = rng.Entry(before, rng.cpu())
         else:
             del ledger[name]
         return value

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,8 +51,9 @@ class Failure:
 class Peers:
     """This rank's connection to the others during start-up.
 
-    `store` is a torch.distributed store that all ranks share; a connection of its own is made from it where the store
-    can be cloned, so that a waiting read never blocks the trainer's own use. `attempt` tells the restarts of a job
+    `store` is a torch.distributed store that all ranks share; a connection of its own is cloned from it, so that the
+    trainer's waiting reads never hold up this one. A connection does one thing at a time, so nothing here waits inside
+    the store either: what is not there yet is asked for again. `attempt` tells the restarts of a job
     apart. `status` returns what this rank is doing: the step and the seconds since it began.
     """
 
@@ -73,6 +75,7 @@ class Peers:
         self._status = status
         self._failed = failed
         self._ended = threading.Event()
+        self._over = threading.Event()
         self._news = threading.Event()
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}
@@ -87,10 +90,14 @@ class Peers:
         self._news.set()
 
     def agree(self, key: str, value: str) -> str:
-        """Return rank 0's value for `key`. Waits for rank 0 to say it."""
+        """Return rank 0's value for `key`. Waits for rank 0 to say it; RuntimeError if the start-up fails meanwhile."""
         if self.rank == 0:
             self._own.set(key, value)
             return value
+        while not self._own.check([key]):
+            if self._over.is_set() or self._ended.is_set():
+                raise RuntimeError(f"the start-up was over before rank 0 said its {key!r}")
+            time.sleep(0.01)
         return str(self._own.get(key).decode())
 
     def announce(self, failure: Failure, *, look_for_cause: bool) -> Failure:
@@ -139,13 +146,19 @@ class Peers:
             return found
         return found
 
-    def end(self) -> None:
-        """Say that this rank's start-up has ended well and stop watching."""
+    def stop(self) -> None:
+        """Stop watching: after this `failed` is not called any more."""
         self._ended.set()
         self._news.set()
         if self._watch.is_alive():
-            self._watch.join()
-        self._write(ENDED)
+            # A limit, for a store that neither answers nor breaks off.
+            self._watch.join(ACKNOWLEDGE)
+
+    def end(self) -> None:
+        """Say that this rank's start-up has ended well, after `stop`. Never raises."""
+        # A store that went away now is no failure of this start-up.
+        with suppress(Exception):
+            self._write(ENDED)
 
     def _run(self) -> None:
         said_so = time.monotonic()
@@ -169,9 +182,11 @@ class Peers:
         except Exception as error:
             if not self._ended.is_set():
                 text = f"the job's store no longer answers: rank 0 or its agent is gone ({error})"
+                self._over.set()
                 self._failed(Failure(0, "", 0.0, text))
 
     def _hear(self, failure: Failure) -> None:
+        self._over.set()
         self._failed(failure)
         self._acknowledge(wait=False)
 

@@ -5,6 +5,9 @@ early (a data loader draws its seed when its workers start) runs from the state 
 start-up. When its turn comes, that state is compared with the real one: equal, and the generators move on to where
 the step left them; different, and the step is run again in its place. So a stale or edited ledger costs time, never a
 different training.
+
+The ledger keeps torch's default generator of the CPU only. A step that draws from another one waits for its turn: the
+state of an accelerator's generator can't be set without starting the accelerator, which must not happen before a fork.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 RngState = dict[str, bytes]
 """The state of torch's default generators: device (`cpu`, `cuda:0`, ...) -> bytes."""
@@ -37,19 +41,24 @@ def read() -> RngState:
     return states
 
 
-def write(state: RngState) -> None:
-    """Set torch's default generators to `state`. Raises ValueError if a state does not fit its generator."""
+def moved(before: Mapping[str, object], after: Mapping[str, object]) -> bool:
+    """Whether a generator that both know stands elsewhere: one that was only made in between was not drawn from."""
+    return any(before[name] != after[name] for name in before.keys() & after.keys())
+
+
+def cpu() -> bytes:
+    """Return the state of torch's default generator of the CPU; nothing where torch is not imported."""
+    return read().get("cpu", b"")
+
+
+def write(state: bytes) -> None:
+    """Set torch's default generator of the CPU. Raises ValueError for a state that it can't take."""
     import torch
 
-    for device, content in state.items():
-        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        try:
-            if device == "cpu":
-                torch.set_rng_state(tensor)
-            else:
-                torch.cuda.set_rng_state(tensor, device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"the state for the generator of {device!r} does not fit it: {error}") from error
+    try:
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"no state of torch's generator: {error}") from error
 
 
 def digest(state: RngState) -> str:
@@ -60,23 +69,32 @@ def digest(state: RngState) -> str:
     return content.hexdigest()
 
 
-def others() -> int:
-    """Return a fingerprint of the generators that the ledger does not keep: Python's `random` and numpy's global one.
+def others() -> dict[str, object]:
+    """Return the states of the generators that the ledger does not keep: accelerators', Python's and numpy's.
 
-    They are seeded from the operating system unless the trainer does it, so a state from an earlier process means
-    nothing.
+    The last two are seeded from the operating system unless the trainer does it, so a state from an earlier process
+    means nothing.
     """
+    states: dict[str, object] = {device: state for device, state in read().items() if device != "cpu"}
+    states["random"] = random.getstate()
     numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state(legacy=False) if numpy is not None and hasattr(numpy, "random") else None
-    return hash((random.getstate(), str(state)))
+    if numpy is not None and hasattr(numpy, "random"):
+        states["numpy"] = _comparable(numpy.random.get_state(legacy=False))
+    return states
+
+
+def _comparable(state: Any) -> object:
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 @contextmanager
-def swapped(state: RngState) -> Iterator[None]:
-    """Run a block from `state`, then put the generators back to where they were before it."""
-    if state:
-        import torch  # noqa: F401  so that `read` sees the generators that `write` will set
-    before = read()
+def swapped(state: bytes) -> Iterator[None]:
+    """Run a block from `state`, then put the generator back to where it was before it."""
+    import torch  # noqa: F401  so that `cpu` sees the generator that `write` will set
+
+    before = cpu()
     write(state)
     try:
         yield
@@ -86,17 +104,18 @@ def swapped(state: RngState) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one early step did to the generators: `before` its first draw and `after` its last."""
+    """What one early step did to the generator of the CPU: its state `before` the first draw and `after` the last."""
 
-    before: RngState
-    after: RngState
+    before: bytes
+    after: bytes
 
 
 class Ledger:
     """The generator states of early steps, kept between the start-ups of one job, one file per rank.
 
     `path` is the file. `first` is the digest of the state at the beginning of the start-up: a ledger made from another
-    one (another seed) is not used. A file that is missing, torn or foreign is an empty ledger.
+    one (another seed) is not used. A file that is missing, torn or foreign, or holds what is no state of a generator,
+    is an empty ledger.
     """
 
     def __init__(self, path: Path, first: str) -> None:
@@ -104,6 +123,7 @@ class Ledger:
         self.first = first
         self._entries: dict[str, Entry] = {}
         self._read()
+        self._stored = dict(self._entries)
 
     def __contains__(self, step: str) -> bool:
         return step in self._entries
@@ -135,7 +155,12 @@ class Ledger:
             )
 
     def save(self) -> None:
-        """Write the file, aside and then renamed. A folder that can't be written costs the ledger, with one warning."""
+        """Write the file if it has changed, aside and then renamed.
+
+        A folder that can't be written costs the ledger, with one warning.
+        """
+        if self._entries == self._stored:
+            return
         content = {
             "format": 1,
             "first": self.first,
@@ -149,6 +174,7 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             aside.write_text(json.dumps(content))
             os.replace(aside, self.path)
+            self._stored = dict(self._entries)
         except OSError as error:
             warnings.warn(
                 f"initopt: the ledger {self.path} was not written ({error}); the next start-up will not know the "
@@ -157,9 +183,17 @@ class Ledger:
             )
 
 
-def _encode(state: RngState) -> dict[str, str]:
-    return {device: base64.b64encode(content).decode() for device, content in state.items()}
+def _encode(state: bytes) -> str:
+    return base64.b64encode(state).decode()
 
 
-def _decode(content: dict[str, str]) -> RngState:
-    return {device: base64.b64decode(state, validate=True) for device, state in content.items()}
+def _decode(text: str) -> bytes:
+    import torch
+
+    state = base64.b64decode(text, validate=True)
+    try:
+        # Of another length, or of another version of torch.
+        torch.Generator().set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    return state

@@ -41,7 +41,7 @@ class _TorchState:
         self.inference = torch.is_inference_mode_enabled()
         self.device = torch.get_default_device()
         self.autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_kinds(torch)
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
 
@@ -60,7 +60,3 @@ class _TorchState:
                         torch.autocast(kind, dtype=dtype, enabled=True, cache_enabled=self.autocast_cache)
                     )
             yield
-
-
-def _autocast_kinds(torch: Any) -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -24,7 +24,8 @@ def side_stream(index: int) -> Iterator[None]:
     """Run a block on a stream of its own on device `index`, after the work that the device's current stream holds now.
 
     The current device and stream are kept per thread by torch, so a lane has to set both. The stream is synchronised
-    at the end, so that a value handed to another lane is ready there. Raises RuntimeError if there is no such device.
+    at the end, so that a value handed to another lane is ready there. Device and stream are then what they were, since
+    without overlap the step runs in the caller's own thread. Raises RuntimeError if there is no such device.
     """
     import torch
 
@@ -35,13 +36,19 @@ def side_stream(index: int) -> Iterator[None]:
     if index >= count:
         raise RuntimeError(f"lane 'cuda:{index}' names a device that this host lacks: torch sees {count}")
     device = torch.device(accelerator.type, index)
+    device_before = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(index)
-    before = torch.accelerator.current_stream(device)
-    side = torch.Stream(device=device)
-    side.wait_stream(before)
-    torch.accelerator.set_stream(side)
     try:
-        yield
+        before = torch.accelerator.current_stream(device)
+        side = torch.Stream(device=device)
+        side.wait_stream(before)
+        torch.accelerator.set_stream(side)
+        try:
+            yield
+        finally:
+            try:
+                side.synchronize()
+            finally:
+                torch.accelerator.set_stream(before)
     finally:
-        side.synchronize()
-        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device_before)

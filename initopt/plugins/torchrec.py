@@ -84,8 +84,9 @@ class TrainerStartup(Startup):
     def run(  # type: ignore[override]
         self, *, overlap: bool = True, recorder: Recorder | None = None, **inputs: Any
     ) -> Ready:
-        """Run the steps and return the trainer. The record ends with the first `pipeline.progress`; a `recorder` that is
-        given stays open, for the caller to close.
+        """Run the steps and return the trainer. The record ends with the first `pipeline.progress`.
+
+        A `recorder` that is given stays open, for the caller to close.
 
         Raises GraphError before any step runs, StartupFailed if one fails.
         """
@@ -96,7 +97,7 @@ class TrainerStartup(Startup):
             values = super().run(overlap=overlap, recorder=recorder, **inputs)
         except BaseException:
             if own:
-                recorder.close()
+                self._close(recorder)
             raise
         ready = Ready(values.dmp, values.optimizer, values.pipeline, values.batches, values.place.device, values)
         self._until_first_step(ready, recorder, own=own)
@@ -121,7 +122,7 @@ class TrainerStartup(Startup):
             error = ""
             try:
                 with recorder.collectives(), recorder.current_step(FIRST_STEP, lane=_FIRST_STEP.lane):
-                    return progress(batches)
+                    result = progress(batches)
             except BaseException as raised:
                 error = type(raised).__name__
                 raise
@@ -137,8 +138,9 @@ class TrainerStartup(Startup):
                 )
                 recorder.add(span)
                 if own:
-                    recorder.close()
-                self._after_first_step(warmed if ready.values.compile_warmup else 0)
+                    self._close(recorder)
+            self._after_first_step(warmed if ready.values.compile_warmup else 0)
+            return result
 
         pipeline.progress = first
 
