@@ -471,7 +471,8 @@ class Execution:
                 first = self._peers.announce(self._own_failure, look_for_cause=collective)
                 if first.rank != self.rank:
                     self._heard = first
-                    self._was_running = {step: self._own_failure.elapsed, **self._was_running}
+                    if step:
+                        self._was_running = {step: self._own_failure.elapsed, **self._was_running}
         who = self._heard or self._own_failure
         rank = who.rank if who else self.rank
         others = doing(self._peers.statuses(), but={self.rank, rank}) if self._peers is not None else ""
@@ -492,8 +493,6 @@ class Execution:
 
     def _note_what_ran(self, error: BaseException) -> None:
         for name, seconds in self._was_running.items():
-            if not name:
-                continue
             note(error, f"rank {self.rank} was in start-up step {name!r} for {seconds:.1f} s")
 
     def _clean_up(self, children: set[int]) -> None:
