@@ -96,8 +96,11 @@ class Listener(Protocol):
 
 
 @contextmanager
-def watched(listener: Listener) -> Iterator[None]:
-    """Report every meeting of this process, on any thread, while the block runs. Imports torch.distributed."""
+def watched(listener: Listener, calls: dict[str, int] | None = None) -> Iterator[None]:
+    """Report every meeting of this process, on any thread, while the block runs. Imports torch.distributed.
+
+    `calls` has the number of calls seen so far on each group; a later block goes on counting where an earlier one ended.
+    """
     import torch.distributed as dist
 
     # It keeps torch's functions as keys, for the compiler: a first import while they are hooked would keep the hooks.
@@ -107,7 +110,7 @@ def watched(listener: Listener) -> Iterator[None]:
     from torch.distributed import distributed_c10d as c10d
 
     entered = time.thread_time()
-    watch = _Watch(listener, c10d)
+    watch = _Watch(listener, c10d, {} if calls is None else calls)
     # A home may already hold somebody else's wrapper, so each distinct function is wrapped, not each name.
     seen: dict[int, Callable[..., Any]] = {}
     for home in (c10d, dist, torch.distributed.utils, ddp):
@@ -144,12 +147,12 @@ def _rebind(replacements: Mapping[int, Callable[..., Any]]) -> None:
 class _Watch:
     """What one `watched` block knows: the calls per group, and on each thread the call that is going on."""
 
-    def __init__(self, listener: Listener, c10d: ModuleType) -> None:
+    def __init__(self, listener: Listener, c10d: ModuleType, calls: dict[str, int]) -> None:
         self.on = True
         self._listener = listener
         self._c10d = c10d
         self._lock = threading.Lock()
-        self._calls: dict[str, int] = {}
+        self._calls = calls
         self._thread = threading.local()
         self._sites = _CallSites(os.path.dirname(c10d.__file__ or ""))
 

@@ -192,6 +192,7 @@ class Recorder:
         self._store: Store | None = None
         self._stopped = False
         self._own_cost = 0.0
+        self._calls: dict[str, int] = {}
         self._before: list[Recorder | None] = []
         self._hooks: list[ExitStack] = []
         self.rank = 0
@@ -263,7 +264,7 @@ class Recorder:
 
         with ExitStack() as hooks:
             with self._fail_safe():
-                hooks.enter_context(watched(_Meetings(self)))
+                hooks.enter_context(watched(_Meetings(self), self._calls))
             self._hooks.append(hooks)
             yield
 

@@ -195,3 +195,11 @@ def test_times_and_own_cost_are_measured(group: None, listener: Listener) -> Non
     (meeting,) = listener.meetings
     assert meeting.start <= meeting.end and meeting.cpu > 0 and meeting.own > 0
     assert listener.seconds > 0
+
+
+def test_a_later_watch_goes_on_counting(group: None, listener: Listener) -> None:
+    calls: dict[str, int] = {}
+    for _ in range(2):
+        with watched(listener, calls):
+            dist.barrier()
+    assert [(op, sequence) for op, _, sequence in listener.calls()] == [("barrier", 0), ("barrier", 1)]
