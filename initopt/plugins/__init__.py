@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from initopt.record import Span
 
 GROUP = "initopt.plugins"
+PREFIX = "initopt_"
 
 hookspec = pluggy.HookspecMarker("initopt")
 hookimpl = pluggy.HookimplMarker("initopt")
@@ -51,15 +52,16 @@ class Hooks:
 
 def register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
     """Add `plugin` to `manager`. Raises PluginError, in its author's terms, if its hooks don't fit."""
-    known = [attribute for attribute in vars(Hooks) if attribute.startswith("initopt_")]
+    known = [attribute for attribute in vars(Hooks) if attribute.startswith(PREFIX)]
     for attribute in dir(plugin):
-        if not attribute.startswith("initopt_") or not callable(getattr(plugin, attribute)):
+        if not attribute.startswith(PREFIX) or not callable(getattr(plugin, attribute)):
             continue
         function = getattr(plugin, attribute)
         where = _place(function)
         if attribute not in known:
-            near = difflib.get_close_matches(attribute, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the hooks are {', '.join(known)}"
+            # Without the prefix, which alone makes all of them alike.
+            near = difflib.get_close_matches(attribute[len(PREFIX) :], [each[len(PREFIX) :] for each in known], 1)
+            hint = f"did you mean {PREFIX + near[0]!r}?" if near else f"the hooks are {', '.join(known)}"
             raise PluginError(f"{where}: plugin {name!r} implements {attribute!r}, which is not a hook ({hint})")
         if not hasattr(function, "initopt_impl"):
             raise PluginError(
