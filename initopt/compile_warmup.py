@@ -83,8 +83,9 @@ class Compile:
             except _Compiled:
                 continue
             except Exception as error:
+                why = "".join(str(error).splitlines()[:1])
                 warnings.warn(
-                    f"initopt: part {name!r} was not compiled ahead ({type(error).__name__}: {error}); "
+                    f"initopt: part {name!r} was not compiled ahead ({type(error).__name__}: {why}); "
                     "it compiles at the first batch. Compare its example with what the model passes it",
                     stacklevel=2,
                 )
