@@ -1,11 +1,12 @@
-"""Start-up of the DLRM trainer: stock against initopt in both profiles, compile cache cold and warm; saved as a table.
+"""Start-up of the DLRM trainer: stock against initopt in both profiles, compile cache cold and warm.
 
-    python -m benchmarks.startup                 # all cases, about half an hour on two cores
+    python -m benchmarks.startup --save          # all cases, about three quarters of an hour on two cores
     python -m benchmarks.startup cluster-warm    # one of them
 
 Each case is two measurements. *stock / initopt* are pairs of starts in turn. *serial / overlapped* is initopt with the
-same steps one after the other against overlapped: what overlap alone brings. The bound is that of the overlapped graph,
-max(longest chain, CPU work / cores), with the least that each step took in either mode and without waits for other ranks.
+same steps one after the other, against overlapped: what overlap alone brings. The bound is that of the overlapped
+graph, max(longest chain, CPU work / cores), with the least that each step took in the two runs of a pair, and without
+waits for other ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ CASES = ("cluster-warm", "cluster-cold", "local-warm", "local-cold")
 
 @dataclass(frozen=True)
 class Result:
-    """One case: its two measurements and the bound of its own graph (seconds)."""
+    """One case: its two measurements, and the bound of its graph (seconds) in each pair of the second."""
 
     case: str
     stock: bench.Bench
     serial: bench.Bench
-    bound: float
+    bounds: tuple[float, ...]
+
+    @property
+    def above(self) -> bench.Spread:
+        """How far the overlapped start-ups were above their bounds, as a fraction."""
+        pairs = zip(self.serial.initopt.samples, self.bounds, strict=True)
+        return bench.Spread.of(sample.first_batch / bound - 1 for sample, bound in pairs)
 
 
 def measure(case: str, *, ranks: int, runs: int, root: Path) -> Result:
@@ -58,21 +65,21 @@ def measure(case: str, *, ranks: int, runs: int, root: Path) -> Result:
 
     against_stock = pairs(command("stock", profile, ranks), "stock / initopt", runs)
     against_serial = pairs(command("initopt", profile, ranks, "--no-overlap"), "serial / overlapped", max(2, runs // 2))
-    return Result(case, against_stock, against_serial, bound(root, against_serial))
+    return Result(case, against_stock, against_serial, bounds(root, against_serial))
 
 
-def bound(root: Path, measured: bench.Bench) -> float:
-    """The bound of the overlapped graph: the median over the overlapped runs."""
+def bounds(root: Path, measured: bench.Bench) -> tuple[float, ...]:
+    """The bound of the overlapped graph in each pair of a serial and an overlapped run, in seconds."""
     folder = root / "bench"
-    serial = [Run.load(folder / sample.run) for sample in measured.stock.samples]
-    return statistics.median(_bound(Run.load(folder / sample.run), serial) for sample in measured.initopt.samples)
+    pairs = zip(measured.stock.samples, measured.initopt.samples, strict=True)
+    return tuple(_bound(Run.load(folder / mine.run), Run.load(folder / serial.run)) for serial, mine in pairs)
 
 
-def _bound(run: Run, serial: Sequence[Run]) -> float:
+def _bound(run: Run, serial: Run) -> float:
     graph = run.graph
     assert graph is not None, f"{run.path} has no graph"
     rank = chain.median_rank(run)
-    known = [_work(run, rank), *(_work(other, chain.median_rank(other)) for other in serial)]
+    known = [_work(run, rank), _work(serial, chain.median_rank(serial))]
     least = {name: min(times[name] for times in known if name in times) for name in graph}
     imports = min(times["imports"] for times in known)
     # The ranks of this host share its cores; what child processes burn is not in the threads' time, so this is a floor.
@@ -89,24 +96,43 @@ def _work(run: Run, rank: int) -> Mapping[str, float]:
 def table(results: Sequence[Result]) -> str:
     """The results as Markdown. Every row names its profile; `cluster` is emulated."""
     first = results[0].stock
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    columns = (
+        "case",
+        "pairs",
+        "stock",
+        "initopt",
+        "stock / initopt",
+        "serial / overlapped",
+        "bound",
+        "above it",
+        "state",
+    )
     lines = [
         "# Start-up of the DLRM trainer, stock against initopt",
         "",
-        f"`python -m benchmarks.startup`, {first.ranks} ranks on one host of {first.cores} cores, commit "
-        f"{first.commit[:7]}; " + ", ".join(f"{name} {version}" for name, version in first.versions.items()) + ".",
-        "Seconds to the first batch (median rank): median, and range in brackets. Ratios are pair by pair: median, range.",
+        f"`python -m benchmarks.startup --save`, {first.ranks} ranks on one host of {first.cores} cores, commit",
+        f"{first.commit[:7]}; {versions}.",
+        "Seconds to the first batch on the median rank: median, and range in brackets. Ratios are pair by pair.",
         "",
-        "| case | stock | initopt | stock / initopt | serial / overlapped | bound of its graph | above the bound | state |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
     ]
     for result in results:
         stock, mine = result.stock.stock.first_batch, result.stock.initopt.first_batch
-        overlapped = result.serial.initopt.first_batch.median
-        lines.append(
-            f"| {result.case} | {_spread(stock)} | {_spread(mine)} | {_spread(result.stock.ratio, 2)} "
-            f"| {_spread(result.serial.ratio, 2)} | {result.bound:.1f} | {100 * (overlapped / result.bound - 1):+.0f} % "
-            f"| {result.stock.state.verdict}, {len(result.stock.stock.samples)} pairs |"
+        above = bench.Spread(*(100 * value for value in (result.above.median, result.above.min, result.above.max)))
+        cells = (
+            result.case,
+            str(len(result.stock.stock.samples)),
+            _spread(stock),
+            _spread(mine),
+            _spread(result.stock.ratio, 2),
+            _spread(result.serial.ratio, 2),
+            f"{statistics.median(result.bounds):.1f}",
+            f"{_spread(above, 0)} %",
+            result.stock.state.verdict,
         )
+        lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     for result in results:
         emulated = [label for label in result.stock.labels if label.startswith("emulated")]
