@@ -99,7 +99,8 @@ class Listener(Protocol):
 def watched(listener: Listener, calls: dict[str, int] | None = None) -> Iterator[None]:
     """Report every meeting of this process, on any thread, while the block runs. Imports torch.distributed.
 
-    `calls` has the number of calls seen so far on each group; a later block goes on counting where an earlier one ended.
+    `calls` has the number of calls seen so far on each group: a later block goes on counting where an earlier one
+    ended.
     """
     import torch.distributed as dist
 

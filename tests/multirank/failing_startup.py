@@ -1,4 +1,4 @@
-"""A start-up that fails in the way its first argument names, on rank 1; the loader's workers are children of each rank."""
+"""A start-up that fails on rank 1, in the way that the first argument names; each rank has a loader worker."""
 
 from __future__ import annotations
 

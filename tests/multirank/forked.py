@@ -30,8 +30,8 @@ def fork_ranks(
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` in one forked process per rank and return what each rank returned.
 
-    AssertionError, with what the ranks wrote, if one fails or the job is not done after `timeout` seconds; then all their
-    processes are killed.
+    AssertionError, with what the ranks wrote, if one fails or the job is not done after `timeout` seconds; then all
+    their processes are killed.
     """
     import torchrec  # noqa: F401  once, for all ranks of all jobs
 
