@@ -92,6 +92,7 @@ class Execution:
         self._order = {name: index for index, name in enumerate(graph.order())}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._bell = threading.Lock()
         self._lane_changed: dict[str, threading.Condition] = {}
         self._ready: dict[str, list[tuple[int, str]]] = {}
         self._alone: list[str] = []
@@ -196,23 +197,23 @@ class Execution:
         # lanes' threads are started as late as their first step, so that most forks come before any of them.
         while True:
             with self._lock:
-                while not self._over and self._left and not self._can_fork():
-                    self._changed.wait(TICK)
-                    self._check_timeouts()
+                self._check_timeouts()
                 if self._over or not self._left:
                     self._over = True
                     self._wake()
                     return
-                step = self._alone[0]
-                self._running[step] = time.monotonic()
+                step = self._alone[0] if self._alone and not self._running else None
+                if step is not None:
+                    self._running[step] = time.monotonic()
+            if step is None:
+                # Not a condition, whose lock a signal that raises here could leave broken.
+                self._bell.acquire(timeout=TICK)
+                continue
             with self._sigterm.as_before():
                 self._run_step(step)
             with self._lock:
                 self._alone.remove(step)
                 self._wake()
-
-    def _can_fork(self) -> bool:
-        return bool(self._alone) and not self._running
 
     def _lane(self, lane: str) -> None:
         changed, ready = self._lane_changed[lane], self._ready[lane]
@@ -234,7 +235,7 @@ class Execution:
         step = self.graph[name]
         if "fork" in step.uses:
             self._alone.append(name)
-            self._changed.notify_all()
+            self._notify()
             return
         lane = step.lane
         if lane not in self._ready:
@@ -247,8 +248,13 @@ class Execution:
             heapq.heappush(self._ready[lane], (self._order[name], name))
             self._lane_changed[lane].notify()
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         self._changed.notify_all()
+        if self._bell.locked():
+            self._bell.release()
+
+    def _wake(self) -> None:
+        self._notify()
         for changed in self._lane_changed.values():
             changed.notify()
 
@@ -306,7 +312,7 @@ class Execution:
                 if not self._missing[edge.after] and not self._serial and not self._over:
                     self._becomes_ready(edge.after)
             if not self._running or not self._left or self._alone:
-                self._changed.notify_all()
+                self._notify()
 
     def _call(self, name: str) -> Any:
         task = self._tasks[name]

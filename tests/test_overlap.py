@@ -7,6 +7,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -640,6 +642,35 @@ def test_a_trainer_that_handles_sigterm_goes_on_to_do_so(monkeypatch: pytest.Mon
     finally:
         handler = signal.signal(signal.SIGTERM, before)
     assert handler is not signal.SIG_DFL
+
+
+STOPPED = """
+import threading
+from initopt import Startup
+start = Startup("job")
+
+@start.step(discard=lambda value: print("discarded", value, flush=True))
+def reader(): return 4
+
+@start.step(lane="io:f")
+def features(reader):
+    print("ready", flush=True)
+    threading.Event().wait()
+
+start.run()
+"""
+
+
+def test_sigterm_ends_the_process_and_says_where_it_was() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=LONG)
+    assert process.returncode == -signal.SIGTERM
+    assert err.startswith("initopt: start-up 'job' stopped by SIGTERM on rank 0 in step 'features' after ")
+    assert out == "discarded 4\n"
 
 
 def test_handlers_are_put_back() -> None:

@@ -411,6 +411,32 @@ def test_a_failure_of_one_rank_ends_the_others(ranks: Callable[..., list[Any]]) 
     assert any(note.startswith("meanwhile rank 0 in 'shard' for") for note in own.__notes__)
 
 
+def test_ctrl_c_on_one_rank_ends_the_others(ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinate = lanes.Execution._coordinate
+
+    def interrupted(self: lanes.Execution) -> None:
+        if "stays" in self.graph:
+            return coordinate(self)
+        with self._changed:
+            assert self._changed.wait_for(lambda: "group" in self.values, LONG)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lanes.Execution, "_coordinate", interrupted)
+    first, second = joining(), joining()
+
+    def stays(group: None) -> None:
+        execution = first._execution
+        assert execution is not None
+        with execution._changed:
+            assert execution._changed.wait_for(lambda: execution._over, LONG)
+
+    first.step(stays)
+    failed = ranks(first, second)
+    assert [type(error) for error in failed] == [StartupFailed, KeyboardInterrupt]
+    assert isinstance(failed[0].exceptions[0], PeerFailed)
+    assert failed[0].exceptions[0].error == "KeyboardInterrupt: "
+
+
 def test_a_rank_alone_is_one_run_whatever_it_joins(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     start = joining("a", "b")
     start.step(lambda join, b: join(), name="again", lane="comms")

@@ -1,0 +1,84 @@
+"""Interrupting the main thread: by time, from another thread, and never outside of the block."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from initopt import StepTimeout
+from initopt.alarm import Alarm
+
+pytestmark = pytest.mark.timeout(60, method="thread")  # the other method needs the signal for itself
+
+LONG = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _the_signal_is_free_again() -> Iterator[None]:
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    yield
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_block_that_takes_too_long_is_left() -> None:
+    with pytest.raises(StepTimeout, match=r"step 'model' did not return within 0\.01 s"), Alarm().limit("model", 0.01):
+        threading.Event().wait(LONG)
+
+
+def test_a_block_in_time_is_left_alone() -> None:
+    alarm = Alarm()
+    for _ in range(2):
+        with alarm.limit("model", LONG):
+            assert 0.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= LONG
+
+
+def test_another_thread_interrupts_the_block() -> None:
+    alarm, error = Alarm(), ValueError("elsewhere")
+    inside = threading.Event()
+    thread = threading.Thread(target=lambda: inside.wait(LONG) and alarm.interrupt(error))
+    thread.start()
+    with pytest.raises(ValueError, match="elsewhere"), alarm.limit("model", LONG):
+        inside.set()
+        threading.Event().wait(LONG)
+    thread.join(LONG)
+
+
+def test_an_interruption_between_two_blocks_stops_the_next_one_before_it_begins() -> None:
+    """Without a block there is no handler, and the signal would end the process."""
+    alarm, error = Alarm(), ValueError("elsewhere")
+    alarm.interrupt(error)
+    with pytest.raises(ValueError, match="elsewhere"), alarm.limit("model", LONG):
+        pytest.fail("the block must not run")
+
+
+def test_a_handler_that_is_there_already_is_left_alone() -> None:
+    rung = threading.Event()
+    signal.signal(signal.SIGALRM, lambda *_: rung.set())
+    try:
+        alarm = Alarm()
+        with alarm.limit("model", 0.001):
+            alarm.interrupt(ValueError())
+            assert not rung.wait(0.05)
+        assert signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_outside_of_the_main_thread_it_does_nothing() -> None:
+    done: list[str] = []
+
+    def run() -> None:
+        alarm = Alarm()
+        alarm.interrupt(ValueError())
+        with alarm.limit("model", 0.0001):
+            threading.Event().wait(0.01)
+            done.append("block")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(LONG)
+    assert done == ["block"]
