@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from initopt.failure import StepTimeout
 
+PATIENCE = 2.0
+"""Seconds that a step gets to answer the alarm before it counts as stuck."""
+
 
 class Alarm:
     """Raises an error in the thread that made it, from a timer or from another thread.
 
-    It needs the main thread and an unused SIGALRM; elsewhere `limit` and `interrupt` do nothing, since Python has no
-    other way to interrupt a thread. A call that never returns to Python is not interrupted.
+    It needs the main thread and an unused SIGALRM; elsewhere nothing is raised, since Python has no other way to
+    interrupt a thread. Nor is a call interrupted that never returns to Python. `stuck` is called then, on a thread of
+    its own, with the step and its limit in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stuck: Callable[[str, float], None]) -> None:
+        self._stuck = stuck
         self._thread = threading.current_thread()
         self._usable = (
             self._thread is threading.main_thread()
@@ -32,6 +37,18 @@ class Alarm:
     @contextmanager
     def limit(self, step: str, seconds: float) -> Iterator[None]:
         """Raise StepTimeout inside the block once it has run for `seconds`, at once what `interrupt` gave before."""
+        timer = threading.Timer(min(seconds + PATIENCE, threading.TIMEOUT_MAX), self._stuck, (step, seconds))
+        timer.daemon = True
+        timer.start()
+        try:
+            with self._ringing(step, seconds):
+                yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    @contextmanager
+    def _ringing(self, step: str, seconds: float) -> Iterator[None]:
         if not self._usable:
             yield
             return

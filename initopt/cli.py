@@ -240,7 +240,12 @@ def _graph(what: str | None, root: Path | None, inputs: Sequence[str]) -> Graph:
         found: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{what!r} can't be imported: {error}") from error
-    return found if isinstance(found, Graph) else found.graph(inputs)
+    if isinstance(found, Graph):
+        return found
+    if not hasattr(found, "graph"):
+        raise ValueError(f"{what!r} is {type(found).__name__!r}: name a Startup or a Graph")
+    made: Graph = found.graph(inputs)
+    return made
 
 
 def _job(text: str, failures_per_day: float) -> Job:

@@ -6,18 +6,18 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 
 if sys.version_info >= (3, 11):
-    from builtins import BaseExceptionGroup
+    from builtins import ExceptionGroup
 else:  # pragma: no cover
-    from exceptiongroup import BaseExceptionGroup
+    from exceptiongroup import ExceptionGroup
 
 
-class StartupFailed(BaseExceptionGroup[BaseException]):
+class StartupFailed(ExceptionGroup[Exception]):
     """A start-up did not reach its end. Holds the errors of this rank's steps and what was heard of other ranks.
 
     Every rank of the job raises it, whichever rank failed first.
     """
 
-    def derive(self, excs: Sequence[BaseException]) -> StartupFailed:  # type: ignore[override]
+    def derive(self, excs: Sequence[Exception]) -> StartupFailed:  # type: ignore[override]
         """Keep the type when a handler splits the group."""
         return StartupFailed(self.message, excs)
 
@@ -50,6 +50,17 @@ class StepTimeout(TimeoutError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.step, self.limit)
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return an error as one that `except Exception` catches: a step that calls `sys.exit` ends the start-up only."""
+    if isinstance(error, Exception):
+        return error
+    stand_in = RuntimeError(f"{type(error).__name__}: {error}")
+    stand_in.__cause__ = error
+    for text in getattr(error, "__notes__", []):
+        note(stand_in, text)
+    return stand_in
 
 
 def note(error: BaseException, text: str) -> None:

@@ -31,6 +31,9 @@ STAGES = (
 )
 """The seven stages of a trainer's initialization, in the order of Meta's effective-training-time work."""
 
+RESOURCES = ("rng", "comms", "fork", "compile")
+"""The resources that have a meaning; any other name only keeps its users apart."""
+
 EdgeKind = Literal["value", "order", "resource"]
 
 
@@ -139,8 +142,9 @@ class Step:
 
     `needs` are the steps (or inputs of the run) whose values it takes, `after` are steps it only follows. `lane` is
     the thread it runs on, `uses` are the exclusive resources it touches (`rng`, `comms`, `cuda:0`; `fork` shuts out
-    every other step while it runs). `timeout` is in seconds. `origin` says who declared it: program order is known only
-    among the steps of one origin. `call_site` is `file:line` of its definition.
+    every other step while it runs, `compile` is for those that run torch's compiler). `timeout` is in
+    seconds. `origin` says who declared it: program order is known only among the steps of one origin. `call_site` is
+    `file:line` of its definition.
     """
 
     name: str
@@ -493,7 +497,13 @@ def _check_step(step: Step) -> None:
     if step.stage is not None and step.stage not in STAGES:
         way_out = _hint(step.stage, STAGES) or f": use one of {', '.join(STAGES)}"
         raise GraphError.in_step(step, f"has the unknown stage {step.stage!r}{way_out}")
-    if step.timeout is not None and not 0 < step.timeout < math.inf:
+    for resource in step.uses:
+        # Any name may be a resource, so only what looks like a slip of the pen is one.
+        near = _hint(resource, [known for known in RESOURCES if abs(len(known) - len(resource)) < 2])
+        if near and resource not in RESOURCES:
+            raise GraphError.in_step(step, f"uses {resource!r}{near}")
+    number = isinstance(step.timeout, (int, float))
+    if step.timeout is not None and not (number and 0 < step.timeout < math.inf):
         raise GraphError.in_step(
             step, f"has timeout {step.timeout!r} s: give a positive number, or None for no limit of its own"
         )

@@ -7,6 +7,7 @@ helper is spawned then, and the steps' functions must be importable.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -15,10 +16,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from initopt.failure import note
+
+_PR_SET_PDEATHSIG = 1
 
 
 class HelperProcess:
@@ -73,6 +77,9 @@ class HelperProcess:
 
 
 def _serve(connection: Connection, functions: dict[str, Callable[..., Any]]) -> None:
+    # Dies with the trainer's process, also in the middle of a step. Linux only; elsewhere it ends after the step.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if "torch" in sys.modules:
         # As in torch's own loader workers: a pool of the parent's does not exist here.
         sys.modules["torch"].set_num_threads(1)

@@ -83,10 +83,13 @@ class Meeting:
 
 
 class Listener(Protocol):
-    """Who wants to know. Called on the thread that made the call; must not raise."""
+    """Who wants to know. Called on the thread that made the call; must not raise but where it says so."""
 
     def met(self, meeting: Meeting) -> None:
         """A call has ended."""
+
+    def begins(self, op: str, call_site: str) -> None:
+        """A call is about to begin. The only one that may raise, which keeps the call from being made."""
 
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
         """The first call on a group: its name and its members' global ranks."""
@@ -184,12 +187,13 @@ class _Watch:
         given = arguments.get("group", "process_group")
         if given is self._c10d.GroupMember.NON_GROUP_MEMBER:
             return function(*arguments.args, **arguments.kwargs)
+        call_site = self._sites.find(sys._getframe(2))
+        self._listener.begins(op, call_site)
         makes_group = op in _MAKES_GROUP
         group = "" if makes_group else self._name(given)
         sequence = -1 if makes_group else self._next(group)
         payload = _PAYLOAD[op]
         inside = [0]
-        call_site = self._sites.find(sys._getframe(2))
         error = ""
         result = None
         self._thread.bytes_inside = inside

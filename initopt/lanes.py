@@ -6,6 +6,7 @@ whatever the timing. The other lanes start the ready step that comes first in th
 
 from __future__ import annotations
 
+import faulthandler
 import heapq
 import os
 import signal
@@ -22,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from initopt import rng
 from initopt.alarm import Alarm
-from initopt.failure import PeerFailed, StartupFailed, StepTimeout, doing, note
-from initopt.graph import Graph, OrderError
+from initopt.failure import PeerFailed, StartupFailed, StepTimeout, as_exception, doing, note
+from initopt.graph import Graph, OrderError, Step
 from initopt.helper_process import HelperProcess
-from initopt.peers import Failure, Peers, attempt_of_job
+from initopt.peers import Failure, Peers, attempt_of_job, describe
 from initopt.record import Recorder, Span
 from initopt.thread_state import ThreadState
 
@@ -72,6 +73,7 @@ class Execution:
         recorder: Recorder,
         timeout: float,
         plugins: pluggy.PluginManager,
+        goes_on: bool = False,
     ) -> None:
         # By name: one rank may have run a start-up of its own before.
         _runs[graph.name] += 1
@@ -83,11 +85,13 @@ class Execution:
         self._tasks = tasks
         self._timeout = timeout
         self._plugins = plugins
+        self._goes_on = goes_on
+        self._children: set[int] = set()
         self._peers: Peers | None = None
         self._joined = False
         self._thread_state = ThreadState()
         self._caller = threading.current_thread()
-        self._alarm = Alarm()
+        self._alarm = Alarm(self._ends_stuck)
         self._sigterm = _Sigterm()
         self._order = {name: index for index, name in enumerate(graph.order())}
         self._lock = threading.Lock()
@@ -117,7 +121,7 @@ class Execution:
 
     def overlapped(self) -> None:
         """Run every step on its lane. Raises StartupFailed."""
-        children = _children()
+        children = self._children = _children()
         self._sockets_before = _sockets()
         with self._guarded(children):
             # Before the handler of SIGTERM is set and before there are lanes: a forked helper would inherit both.
@@ -134,7 +138,7 @@ class Execution:
 
     def serially(self) -> None:
         """Run the same steps one after the other, in the calling thread. Raises StartupFailed."""
-        children = _children()
+        children = self._children = _children()
         self._sockets_before = _sockets()
         self._serial = True
         with self._guarded(children):
@@ -274,6 +278,8 @@ class Execution:
                     stack.enter_context(self._alarm.limit(name, step.timeout or self._timeout))
                 if "rng" in step.uses:
                     self._check_generators(f"before {name!r}")
+                if not self._serial and not {"rng", "fork", "compile"} & set(step.uses):
+                    stack.enter_context(rng.watched(lambda function: self._refuse_draw(step, function)))
                 stack.enter_context(self._lane_context(step.lane))
                 value = self._thread_state.call(lambda: self._call(name))
                 if "rng" in step.uses:
@@ -326,6 +332,22 @@ class Execution:
             raise RuntimeError(f"no installed plugin runs lane {lane!r}; the plugin 'cuda' of initopt does")
         return context or nullcontext()
 
+    def _refuse_draw(self, step: Step, function: str) -> None:
+        raise OrderError(
+            f"step {step.name!r} ({step.call_site}) draws random numbers ({function}) and does not use 'rng', so the "
+            "weights would depend on timing. Give it uses='rng'"
+        )
+
+    def _refuse_meeting(self, op: str, call_site: str) -> None:
+        """Stop a collective off the lane `comms` before it begins: the other ranks may hold another one first."""
+        name = self.recorder.step_here()
+        step = self.graph.get(name)
+        if step is not None and step.lane != "comms" and not self._serial:
+            raise OrderError(
+                f"step {name!r} ({step.call_site}) on lane {step.lane!r} calls {op} at {call_site}: ranks could meet "
+                "in different orders. Set lane='comms'"
+            )
+
     def _check_generators(self, when: str) -> None:
         """Find a draw by a step that does not hold `rng`: its place among the draws would depend on timing."""
         now = rng.read()
@@ -335,8 +357,8 @@ class Execution:
             n for n in self.graph if (n in self.values or n in self._running) and "rng" not in self.graph[n].uses
         ]
         text = (
-            f"random numbers were drawn {when} by a step that does not use 'rng'. Give uses='rng' to the one that "
-            f"draws, of these: {', '.join(suspects)}"
+            f"random numbers were drawn {when}, by a step that does not use 'rng'. It is one of these: "
+            f"{', '.join(suspects)}. Give uses='rng' to the one that draws"
         )
         if not self._serial:
             raise OrderError(f"{text}. Overlapped, the weights would depend on timing")
@@ -348,7 +370,7 @@ class Execution:
         with self._hooking:
             if not self._hooked and "torch.distributed" in sys.modules and not self._over:
                 self._hooked = True
-                self._hooks.enter_context(self.recorder.collectives())
+                self._hooks.enter_context(self.recorder.collectives(before=self._refuse_meeting))
 
     def _join_by_itself(self) -> None:
         distributed = None if self._joined else _distributed()
@@ -363,7 +385,7 @@ class Execution:
             if not self._running:
                 return "", 0.0
             # A rank that meets others is named by its collective step: that is where the others miss it.
-            step = min(self._running, key=lambda name: (self.graph[name].lane != "comms", self._running[name]))
+            step = min(self._running, key=lambda name: (not self._holds_collectives(name), self._running[name]))
             return step, time.monotonic() - self._running[step]
 
     def _check_timeouts(self) -> None:
@@ -393,7 +415,7 @@ class Execution:
         if isinstance(error, PeerFailed) and self._heard is not None:
             return
         self._keep(name, error, elapsed)
-        self._own_failure = Failure(self.rank, name, elapsed, f"{type(error).__name__}: {error}")
+        self._own_failure = Failure(self.rank, name, elapsed, describe(error))
         self._stop()
 
     def _keep(self, name: str, error: BaseException, elapsed: float) -> None:
@@ -403,8 +425,8 @@ class Execution:
     def _is_echo(self, name: str, error: BaseException) -> bool:
         """Whether a step that fails when the start-up is over does so for that reason: its meeting or helper ended."""
         timed_out = self._own_failure is not None and self._own_failure.step == name
-        lane = self.graph[name].lane
-        return timed_out or isinstance(error, _Stopped | PeerFailed) or lane == "comms" or lane.startswith("process:")
+        ended = self._holds_collectives(name) or self.graph[name].lane.startswith("process:")
+        return timed_out or ended or isinstance(error, _Stopped | PeerFailed)
 
     def _peer_failed(self, failure: Failure) -> None:
         with self._lock:
@@ -429,25 +451,59 @@ class Execution:
         finally:
             for helper in self._helpers.values():
                 helper.close()
-        if not self._errors:
-            if self._peers is not None:
-                self._peers.stop()
-            if self._heard is None:
-                for thread in self._threads.values():
-                    thread.join()
-                if self._peers is not None:
-                    self._peers.end()
-                return
-        raise self._failed(children)
+        if self._peers is not None and (self._errors or not self._goes_on):
+            self._peers.stop()
+        if self._errors or self._heard is not None:
+            raise self._failed(children)
+        for thread in self._threads.values():
+            thread.join()
+        if self._peers is not None and not self._goes_on:
+            self._peers.end()
+
+    def last_step(self, name: str, function: Callable[[], Any]) -> Any:
+        """Run one step more, in the caller's thread, for a run that `goes_on`: the first training step.
+
+        Another rank may fail when this one has done all its own steps. Raises StartupFailed as the run does;
+        StopIteration is no failure.
+        """
+        value: Any = None
+        ended: StopIteration | None = None
+        with self._lock:
+            self._over = self._heard is not None
+            if not self._over:
+                self._running[name] = time.monotonic()
+        if self._peers is not None:
+            self._peers.tell()
+        try:
+            if not self._over:
+                with self._alarm.limit(name, self._timeout):
+                    value = function()
+        except StopIteration as error:
+            ended = error
+        except BaseException as error:
+            self._step_failed(name, error)
+        with self._lock:
+            self._running.pop(name, None)
+        if self._errors or self._heard is not None:
+            raise self._failed(self._children)
+        if self._peers is not None:
+            self._peers.stop()
+            self._peers.end()
+        if ended is not None:
+            raise ended
+        return value
+
+    def _holds_collectives(self, name: str) -> bool:
+        return name not in self.graph or self.graph[name].lane == "comms"
 
     def _check_at_the_end(self) -> None:
         if self._errors or self._heard is not None:
             return
         try:
-            self._check_generators("after the last step that uses it")
+            self._check_generators("after the last step that uses 'rng'")
         except OrderError as error:
             self._errors.append(error)
-            self._own_failure = Failure(self.rank, "", 0.0, f"{type(error).__name__}: {error}")
+            self._own_failure = Failure(self.rank, "", 0.0, describe(error))
 
     def _interrupted(self, error: BaseException, children: set[int]) -> None:
         """Leave on an error that is no step's: Ctrl-C, SIGTERM, a helper that could not be started."""
@@ -460,7 +516,7 @@ class Execution:
             self._peers.stop()
             if self._heard is None:
                 step, seconds = max(self._was_running.items(), key=lambda item: item[1], default=("", 0.0))
-                text = f"{type(error).__name__}: {error}"
+                text = describe(error)
                 self._peers.announce(Failure(self.rank, step, seconds, text), look_for_cause=False)
         _leave_collectives(self._sockets_before)
         known = len(self._errors)
@@ -473,7 +529,7 @@ class Execution:
             self._peers.stop()
             if self._heard is None and self._own_failure is not None:
                 step = self._own_failure.step
-                collective = step in self.graph and self.graph[step].lane == "comms"
+                collective = bool(step) and self._holds_collectives(step)
                 first = self._peers.announce(self._own_failure, look_for_cause=collective)
                 if first.rank != self.rank:
                     self._heard = first
@@ -495,7 +551,8 @@ class Execution:
             if isinstance(error, KeyboardInterrupt):
                 return error
         at = f"in step {who.step!r} " if who and who.step else ""
-        return StartupFailed(f"start-up {self.graph.name!r} failed {at}on rank {rank}", errors)
+        text = f"start-up {self.graph.name!r} failed {at}on rank {rank}"
+        return StartupFailed(text, [as_exception(error) for error in errors])
 
     def _note_what_ran(self, error: BaseException) -> None:
         for name, seconds in self._was_running.items():
@@ -507,11 +564,40 @@ class Execution:
             thread.join(max(0.0, until - time.monotonic()))
         for name, task in self._tasks.items():
             if task.discard is not None and name in self.values:
-                try:
-                    task.discard(self.values[name])
-                except Exception as error:
-                    self._errors.append(error)
+                self._discard(name, task.discard)
         _end_children(_children() - children)
+
+    def _discard(self, name: str, discard: Callable[[Any], None]) -> None:
+        def inside() -> None:
+            try:
+                discard(self.values[name])
+            except BaseException as error:
+                note(error, f"while the value of step {name!r} was discarded")
+                self._errors.append(error)
+
+        # A failure must be told in time, also by a discard that hangs.
+        thread = threading.Thread(target=inside, name=f"initopt-discard-{name}", daemon=True)
+        thread.start()
+        thread.join(GRACE)
+
+    def _ends_stuck(self, step: str, limit: float) -> None:
+        """End the process for a step in the caller's thread that nothing can interrupt, after the others were told."""
+        with self._lock:
+            if not self._over:
+                self._fails(step, StepTimeout(step, limit), limit)
+        if self._peers is not None and self._own_failure is not None:
+            self._peers.stop()
+            self._peers.announce(self._own_failure, look_for_cause=False)
+        _leave_collectives(self._sockets_before)
+        print(
+            f"initopt: start-up {self.graph.name!r} failed on rank {self.rank}: {StepTimeout(step, limit)}. "
+            "It can't be interrupted, so the process ends. It stands here:",
+            file=sys.stderr,
+            flush=True,
+        )
+        faulthandler.dump_traceback(all_threads=True)
+        _end_children(_children() - self._children)
+        os._exit(1)
 
     def _ends_by_signal(self, children: set[int]) -> None:
         """Say what SIGTERM interrupted, then end by it, as the process would have without initopt."""
@@ -576,14 +662,15 @@ def _distributed() -> Any:
 
 
 def _children() -> set[int]:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            main = {int(pid) for pid in file.read().split()}
-    except OSError:
-        main = set()
+    found: set[int] = set()
+    with suppress(OSError):
+        # A child stands under the thread that made it.
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
+                found |= {int(pid) for pid in file.read().split()}
     import multiprocessing
 
-    return main | {child.pid for child in multiprocessing.active_children() if child.pid is not None}
+    return found | {child.pid for child in multiprocessing.active_children() if child.pid is not None}
 
 
 def _end_children(pids: set[int]) -> None:

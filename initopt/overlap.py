@@ -17,10 +17,13 @@ keeps its default.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import itertools
+import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,6 +88,13 @@ class Startup:
     _declared: dict[str, _Declared] = field(default_factory=dict, repr=False)
     _execution: Execution | None = field(default=None, repr=False)
     _record: Path | None = field(default=None, repr=False)
+    _goes_on = False
+    """Whether the start-up ends with a step of the caller's, after `run`, that `Execution.last_step` watches over."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout < math.inf:
+            raise GraphError(f"start-up {self.name!r} has timeout {self.timeout!r}: give a positive number of seconds")
+
     _extended: bool = field(default=False, repr=False)
 
     def step(
@@ -253,20 +263,25 @@ class Startup:
         known = [name for name in early if overlap and name in ledger]
         planned = _with_early_steps(graph, known)
         recorder.graph = self._recorded(planned)
-        execution = Execution(planned, tasks, inputs, recorder=recorder, timeout=self.timeout, plugins=manager)
+        execution = Execution(
+            planned,
+            tasks,
+            inputs,
+            recorder=recorder,
+            timeout=self.timeout,
+            plugins=manager,
+            goes_on=self._goes_on,
+        )
         for name in early:
             if name in known:
                 _settle(execution, tasks, name, ledger)
             else:
                 tasks[name] = replace(tasks[name], function=_noting(tasks[name].function, name, ledger))
         self._execution = execution
-        try:
-            if overlap:
-                execution.overlapped()
-            else:
-                execution.serially()
-        finally:
-            self._execution = None
+        if overlap:
+            execution.overlapped()
+        else:
+            execution.serially()
         ledger.save()
         return Values({name: execution.values[_settled(name) if name in known else name] for name in self._declared})
 
@@ -290,11 +305,18 @@ class Startup:
         try:
             return self._declared[name]
         except KeyError:
-            raise GraphError(f"no step is named {name!r}; there are {', '.join(self._declared)}") from None
+            near = difflib.get_close_matches(name, self._declared, 1)
+            there = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self._declared) or 'none yet'}"
+            raise GraphError(f"no step is named {name!r} ({there})") from None
 
 
 def _declare(step: Step, function: Callable[..., Any], early: bool, discard: Callable[[Any], None] | None) -> _Declared:
-    parameters = inspect.signature(function).parameters.values()
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise GraphError(f"{_place(function)}: step {step.name!r} is no plain function: let it return its value")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError) as error:
+        raise GraphError(f"step {step.name!r} is no function whose parameters can be read: {error}") from error
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise GraphError(
@@ -350,19 +372,25 @@ def _settle(execution: Execution, tasks: dict[str, Task], name: str, ledger: rng
     after: list[bytes] = []
 
     def ahead(**arguments: Any) -> Any:
-        others = rng.others()
+        others, put_back = rng.others(), rng.keep_others()
         with rng.swapped(entry.before):
             value = task.function(**arguments)
             after.append(rng.cpu())
         if rng.moved(others, rng.others()):
             # These generators are not in the ledger, so this step has to wait for its turn.
             after.clear()
+            put_back()
         return value
 
     def in_turn(value: Any) -> Any:
         # From here on the value is this step's, to hand on or to discard.
         execution.values.pop(name)
-        if after and rng.cpu() == entry.before:
+        now = rng.cpu()
+        if after and after[0] == entry.before:
+            # It drew nothing, so it did not matter from where it would have drawn.
+            ledger[name] = rng.Entry(now, now)
+            return value
+        if after and now == entry.before:
             rng.write(after[0])
             ledger[name] = rng.Entry(entry.before, after[0])
             return value
@@ -398,7 +426,9 @@ def _noting(function: Callable[..., Any], name: str, ledger: rng.Ledger) -> Call
 
 def _ledger(job: str, recorder: Recorder) -> rng.Ledger:
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    path = recorder.root / "ledger" / f"{job}.rank{rank}of{world_size}.json"
+    # A job may be named as its author likes, a file may not.
+    file = re.sub(r"[^\w.-]", "_", job)
+    path = recorder.root / "ledger" / f"{file}.rank{rank}of{world_size}.json"
     return rng.Ledger(path, rng.digest(rng.read()))
 
 

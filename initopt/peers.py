@@ -30,6 +30,8 @@ PATIENCE = 30.0
 """Seconds in one step after which rank 0 says, and goes on saying, what each rank is doing."""
 ENDED = "ended"
 """The status of a rank whose start-up has ended."""
+LONGEST = 4000
+"""Characters of an error that the other ranks are told."""
 ACKNOWLEDGE = 3.0
 """Seconds a failing rank stays to let the others read why, since it may be the one that serves the store."""
 
@@ -226,6 +228,15 @@ class Peers:
             return None
         elapsed = said["seconds"] + max(0.0, time.time() - said["at"])
         return Failure(rank, said["step"], elapsed, f"its process (pid {said['pid']} on {said['host']}) is gone")
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line for the other ranks: its type and text, cut where the store would not take it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text can't be made)"
+    return f"{type(error).__name__}: {text}"[:LONGEST]
 
 
 def attempt_of_job() -> str:

@@ -14,7 +14,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,6 +193,7 @@ class Recorder:
         self._stopped = False
         self._own_cost = 0.0
         self._calls: dict[str, int] = {}
+        self._agreed = False
         self._before: list[Recorder | None] = []
         self._hooks: list[ExitStack] = []
         self.rank = 0
@@ -249,7 +250,7 @@ class Recorder:
 
         Gives the step that the thread was in before, or "".
         """
-        outer = self._step(), getattr(self._where, "lane", None)
+        outer = self.step_here(), getattr(self._where, "lane", None)
         self._where.step = name
         self._where.lane = lane or outer[1]
         try:
@@ -258,13 +259,16 @@ class Recorder:
             self._where.step, self._where.lane = outer
 
     @contextmanager
-    def collectives(self) -> Iterator[None]:
-        """Record the meetings of this process until the block ends or the recorder is closed. Imports torch."""
+    def collectives(self, before: Callable[[str, str], None] | None = None) -> Iterator[None]:
+        """Record the meetings of this process until the block ends or the recorder is closed. Imports torch.
+
+        `before` is called with the operation and the call site (`file:line`) of each, and may raise to prevent it.
+        """
         from initopt.hooks import watched
 
         with ExitStack() as hooks:
             with self._fail_safe():
-                hooks.enter_context(watched(_Meetings(self), self._calls))
+                hooks.enter_context(watched(_Meetings(self, before), self._calls))
             self._hooks.append(hooks)
             yield
 
@@ -273,10 +277,12 @@ class Recorder:
 
         Rank 0 takes the next free number and hands it on through `store`, which every rank must pass (one rank alone
         needs none). The others wait for it at most 10 s; if it comes later, their record is written when they close.
+        Called by itself when the default group is made while `collectives` watches. A second call does nothing.
         """
-        if self._silent():
+        if self._silent() or self._agreed:
             return
         entered = time.thread_time()
+        self._agreed = True
         with self._fail_safe():
             self.rank, self.world_size, self._store = rank, world_size, store
             if store is None:
@@ -300,6 +306,16 @@ class Recorder:
         with self._lock:
             self._own_cost += time.thread_time() - entered
 
+    def agree_by_itself(self) -> None:
+        """Call `agree` with this process's default group, if it has one and nobody has called it yet."""
+        distributed = getattr(sys.modules.get("torch"), "distributed", None)
+        joined = getattr(distributed, "is_initialized", None)
+        if self._agreed or joined is None or not joined():
+            return
+        with self._fail_safe():
+            store = distributed.distributed_c10d._get_default_store()  # type: ignore[union-attr]
+            self.agree(distributed.get_rank(), distributed.get_world_size(), store)  # type: ignore[union-attr]
+
     def digest(self, name: str, sha256: str, **about: Any) -> None:
         """Leave a checksum (hex) in the record, for example of the trained state. `about` must be JSON values."""
         self._write(Digest(name, sha256, about=about), time.thread_time())
@@ -311,6 +327,7 @@ class Recorder:
         with self._fail_safe():
             for hooks in self._hooks:
                 hooks.close()
+            self.agree_by_itself()
             if self._file is None and self._store is not None:
                 self._learn_number(self._store)
             elif self._file is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -318,8 +335,16 @@ class Recorder:
             with self._lock:
                 if self._stopped:
                     return
+                if self._file is None and len(self._waiting) <= 1:
+                    # Nothing but the imports: the job ended before it began, and says itself why.
+                    self._stopped = True
+                    return
                 if self._file is None:
-                    why = "rank 0 gave out no number for the run" if self._store else "agree() was never called"
+                    why = (
+                        "rank 0 gave out no number for the run"
+                        if self._store
+                        else "the ranks have no process group yet"
+                    )
                     raise RuntimeError(f"{why}, {len(self._waiting)} records are lost")
                 self._write_line(self._trailer())
                 self._stopped = True
@@ -338,7 +363,8 @@ class Recorder:
         _current = self._before.pop()
         self.close()
 
-    def _step(self) -> str:
+    def step_here(self) -> str:
+        """The name of the step that this thread is in, empty outside one."""
         step: str = getattr(self._where, "step", "")
         return step
 
@@ -506,8 +532,13 @@ _LINE = {Header: "header", Digest: "digest", _Group: "group", Trailer: "trailer"
 class _Meetings:
     """Turns the meetings that the hooks see into spans of a recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, before: Callable[[str, str], None] | None) -> None:
         self._recorder = recorder
+        self._before = before
+
+    def begins(self, op: str, call_site: str) -> None:
+        if self._before is not None:
+            self._before(op, call_site)
 
     def met(self, meeting: Meeting) -> None:
         entered = time.thread_time()
@@ -520,7 +551,7 @@ class _Meetings:
             lane=recorder._lane(),
             kind="collective",
             cpu=meeting.cpu,
-            step=recorder._step(),
+            step=recorder.step_here(),
             op=meeting.op,
             group=meeting.group,
             sequence=meeting.sequence,
@@ -530,6 +561,8 @@ class _Meetings:
             async_op=meeting.async_op,
         )
         recorder._write(span, entered - meeting.own)
+        if meeting.op == "init_process_group" and not meeting.error:
+            recorder.agree_by_itself()
 
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
         self._recorder._write(_Group(name, ranks), time.thread_time())

@@ -19,7 +19,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,20 @@ def digest(state: RngState) -> str:
     return content.hexdigest()
 
 
+def keep_others() -> Callable[[], None]:
+    """Return a function that puts Python's and numpy's generators back to where they are now."""
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None and hasattr(numpy, "random") else None
+
+    def put_back() -> None:
+        random.setstate(python)
+        if numpy is not None and state is not None:
+            numpy.random.set_state(state)
+
+    return put_back
+
+
 def others() -> dict[str, object]:
     """Return the states of the generators that the ledger does not keep: accelerators', Python's and numpy's.
 
@@ -87,6 +101,42 @@ def _comparable(state: Any) -> object:
     if isinstance(state, dict):
         return {key: _comparable(value) for key, value in state.items()}
     return state.tobytes() if hasattr(state, "tobytes") else state
+
+
+_DRAWS = frozenset(
+    (
+        *("bernoulli", "bernoulli_", "cauchy_", "dropout", "dropout_", "exponential_", "feature_dropout", "geometric_"),
+        *("log_normal_", "multinomial", "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like"),
+        *("randn", "randn_like", "randperm", "random_", "rrelu", "uniform_"),
+    )
+)
+"""Names of torch's functions that draw from a default generator unless they are given another one."""
+
+
+@contextmanager
+def watched(drawn: Callable[[str], None]) -> Iterator[None]:
+    """Call `drawn` with the name of each function that is about to draw from a default generator of torch.
+
+    Only this thread is watched, so a draw beside another thread's is told apart. What C++ draws is not seen.
+    """
+    if "torch.overrides" not in sys.modules:
+        yield
+        return
+    from torch import Generator, Tensor
+    from torch.overrides import TorchFunctionMode
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = getattr(function, "__name__", "")
+            if name in _DRAWS:
+                given = [*args, *(kwargs or {}).values()]
+                meta = any(isinstance(value, Tensor) and value.is_meta for value in given)
+                if not meta and not any(isinstance(value, Generator) for value in given):
+                    drawn(name)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        yield
 
 
 @contextmanager
@@ -147,7 +197,7 @@ class Ledger:
                 }
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(
                 f"initopt: {self.path} is not a readable ledger ({type(error).__name__}: {error}); "
                 "this start-up runs without it and writes a new one",

@@ -19,11 +19,15 @@ from initopt.hooks import Meeting, watched
 class Listener:
     def __init__(self) -> None:
         self.meetings: list[Meeting] = []
+        self.begun: list[tuple[str, str]] = []
         self.groups: dict[str, tuple[int, ...]] = {}
         self.seconds = 0.0
 
     def met(self, meeting: Meeting) -> None:
         self.meetings.append(meeting)
+
+    def begins(self, op: str, call_site: str) -> None:
+        self.begun.append((op, call_site))
 
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
         assert name not in self.groups
@@ -203,3 +207,13 @@ def test_a_later_watch_goes_on_counting(group: None, listener: Listener) -> None
         with watched(listener, calls):
             dist.barrier()
     assert [(op, sequence) for op, _, sequence in listener.calls()] == [("barrier", 0), ("barrier", 1)]
+
+
+def test_a_listener_can_prevent_a_call(group: None, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(op: str, call_site: str) -> None:
+        raise ValueError(f"no {op} at {call_site}")
+
+    monkeypatch.setattr(listener, "begins", refuse)
+    with watched(listener), pytest.raises(ValueError, match=r"no barrier at .*test_hooks.py:\d+"):
+        dist.barrier()
+    assert listener.calls() == []

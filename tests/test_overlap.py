@@ -126,7 +126,7 @@ def test_replace_takes_the_new_functions_needs_and_keeps_the_rest() -> None:
 def test_what_is_not_there_is_named() -> None:
     start = Startup()
     start.step(lambda: 1, name="model")
-    with pytest.raises(GraphError, match=r"no step is named 'modle'; there are model"):
+    with pytest.raises(GraphError, match=r"no step is named 'modle' \(did you mean 'model'\?\)"):
         start.replace("modle", lambda: 1)
     with pytest.raises(GraphError, match=r"no step is named 'shard'"):
         start.order("model", "shard")
@@ -349,7 +349,8 @@ def test_the_record_has_every_step_on_its_lane(root: Path) -> None:
 def sneaky() -> Startup:
     start = Startup()
     start.step(lambda: torch.rand(1), name="model", uses="rng")
-    start.step(lambda model: torch.rand(1), name="features", lane="io:f")
+    # Seeding is seen by where the generator stands afterwards only.
+    start.step(lambda model: torch.manual_seed(5), name="features", lane="io:f")
     start.step(lambda features: torch.rand(1), name="head", uses="rng")
     return start
 
@@ -359,12 +360,45 @@ def test_an_undeclared_draw_is_an_error_with_overlap() -> None:
     assert "failed in step 'head' on rank 0" in str(error)
     (order,) = error.exceptions
     assert isinstance(order, OrderError)
-    assert "random numbers were drawn before 'head' by a step that does not use 'rng'" in str(order)
-    assert "of these: features. Overlapped, the weights would depend on timing" in str(order)
+    assert "random numbers were drawn before 'head', by a step that does not use 'rng'" in str(order)
+    assert "one of these: features. Give uses='rng' to the one that draws. Overlapped, the weights would" in str(order)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: torch.empty(2).uniform_(), lambda: torch.randperm(3)])
+def test_a_draw_beside_a_step_that_draws_is_refused_where_it_is_made(draw: Callable[[], object]) -> None:
+    """The generator's state tells nothing here: it may move while the other step holds it."""
+    start = Startup("job")
+    refused = threading.Event()
+
+    @start.step(uses="rng")
+    def model() -> object:
+        assert refused.wait(30)
+        return torch.rand(1)
+
+    @start.step(lane="io:x")
+    def noise() -> object:
+        try:
+            return draw()
+        finally:
+            refused.set()
+
+    error = failure(start)
+    assert "failed in step 'noise' on rank 0" in str(error)
+    assert "does not use 'rng', so the weights would depend on timing" in str(error.exceptions[0])
+
+
+def test_a_draw_that_moves_no_default_generator_is_none() -> None:
+    own = torch.Generator()
+    start = Startup("job")
+    start.step(lambda: torch.rand(1, generator=own), name="own")
+    start.step(lambda: torch.empty(2, device="meta").uniform_(), name="meta")
+    assert start.run().meta.shape == (2,)
 
 
 def test_an_undeclared_draw_is_a_warning_without_overlap() -> None:
-    with pytest.warns(UserWarning, match=r"drawn before 'head'.* of these: features; with overlap this is an error"):
+    with pytest.warns(
+        UserWarning, match=r"drawn before 'head'.* of these: features. Give .*; with overlap this is an error"
+    ):
         values = sneaky().run(overlap=False)
     assert values.head.shape == (1,)
 
@@ -373,10 +407,10 @@ def test_an_undeclared_draw_after_the_last_one_fails_the_start_up_as_a_whole() -
     start = Startup("job")
     gone: list[str] = []
     start.step(lambda: torch.rand(1), name="model", uses="rng")
-    start.step(lambda model: torch.rand(1) is None or "value", name="features", discard=gone.append)
+    start.step(lambda model: torch.manual_seed(5) is None or "value", name="features", discard=gone.append)
     error = failure(start)
     assert [type(each) for each in error.exceptions] == [OrderError]
-    assert "after the last step that uses it" in str(error.exceptions[0])
+    assert "after the last step that uses 'rng'" in str(error.exceptions[0])
     assert gone == ["value"] or gone == [True]
 
 

@@ -271,11 +271,22 @@ def test_without_a_number_the_lost_records_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    Recorder("j", mode="stock", root=tmp_path).close()
+    recorder = Recorder("j", mode="stock", root=tmp_path)
+    with recorder.span("model"):
+        pass
+    recorder.close()
     assert warned() == [
         f"recording into {tmp_path} stopped, the job goes on: "
-        "RuntimeError: agree() was never called, 1 records are lost"
+        "RuntimeError: the ranks have no process group yet, 2 records are lost"
     ]
+
+
+def test_a_job_that_ends_before_its_first_step_loses_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    Recorder("j", mode="stock", root=tmp_path).close()
+    assert warned() == []
 
 
 def test_the_oldest_runs_go_and_other_directories_stay(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import inspect
 import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from initopt import Compile, Graph, Recorder, Span, Startup, Step, Values
@@ -75,7 +76,7 @@ class TrainerStartup(Startup):
     labels: tuple[str, ...] = ()
     collective_timeout: float | None = None
     compile: Compile | None = None
-    _recorder: Recorder | None = field(default=None, repr=False)
+    _goes_on = True
 
     def graph(self, inputs: Iterable[str] = ()) -> Graph:
         """Return the graph of the steps as declared and of the first training step, which follows them all."""
@@ -115,6 +116,8 @@ class TrainerStartup(Startup):
         pipeline = ready.pipeline
         progress = pipeline.progress
         warmed = self.compile.graphs() if self.compile is not None else 0
+        execution = self._execution
+        assert execution is not None
 
         def first(batches: Iterator[Any]) -> Any:
             del pipeline.progress
@@ -122,7 +125,7 @@ class TrainerStartup(Startup):
             error = ""
             try:
                 with recorder.collectives(), recorder.current_step(FIRST_STEP, lane=_FIRST_STEP.lane):
-                    result = progress(batches)
+                    result = execution.last_step(FIRST_STEP, lambda: progress(batches))
             except BaseException as raised:
                 error = type(raised).__name__
                 raise
@@ -139,7 +142,7 @@ class TrainerStartup(Startup):
                 recorder.add(span)
                 if own:
                     self._close(recorder)
-            self._after_first_step(warmed if ready.values.compile_warmup else 0)
+            self._after_first_step(warmed if ready.values.get("compile_warmup") else 0)
             return result
 
         pipeline.progress = first
@@ -197,6 +200,14 @@ def trainer(
     """
     start = TrainerStartup(name, timeout, labels=tuple(labels), collective_timeout=collective_timeout, compile=compile)
 
+    for factory, called in ((model, "model"), (loader, "loader"), (dense_optimizer, "dense_optimizer")):
+        if not callable(factory) or hasattr(factory, "named_children") or hasattr(factory, "dataset"):
+            raise TypeError(f"{called} is {type(factory).__name__!r}: pass a function that makes it")
+    try:
+        inspect.signature(dense_optimizer).bind(())
+    except TypeError as error:
+        raise TypeError(f"dense_optimizer is called with the dense parameters and nothing else, but: {error}") from None
+
     def step(function: Callable[..., Any], called: str, stage: str, **about: Any) -> None:
         start.step(function, name=called, stage=stage, origin=ORIGIN, **about)
 
@@ -250,15 +261,15 @@ def trainer(
         return CombinedOptimizer([dmp.fused_optimizer, KeyedOptimizerWrapper(parameters, dense_optimizer)])
 
     def first_batch(place: Place, loader: Iterator[Any]) -> list[Any]:
-        return _fetch(loader, place) if _reads_elsewhere(loader) else []
+        return _fetch(loader, place)
 
-    def batches(place: Place, loader: Iterator[Any], first_batch: list[Any]) -> Iterator[Any]:
-        # A loader without workers reads here, and may draw, so it does so in the turn of its draws.
-        return itertools.chain(first_batch or _fetch(loader, place), loader)
+    def batches(loader: Iterator[Any], first_batch: list[Any]) -> Iterator[Any]:
+        return itertools.chain(first_batch, loader)
 
     def compile_warmup(place: Place, model: nn.Module) -> int:
+        assert compile is not None
         place.enter()
-        return compile.warm_up(model, place.device) if compile is not None else 0
+        return compile.warm_up(model, place.device)
 
     step(place, "place", "device_init")
     step(store, "store", "process_group_init", lane="comms")
@@ -282,10 +293,13 @@ def trainer(
         discard=_stop_workers,
     )
     step(pipeline or _default_pipeline, "pipeline", "pre_train")
-    # Beside planning it would only fight for the interpreter's lock (both are Python through and through).
-    step(compile_warmup, "compile_warmup", "pre_train", lane="io:compile", after="plan_on_rank_0")
-    step(first_batch, "first_batch", "get_first_batch_data", lane="io:data")
-    step(batches, "batches", "get_first_batch_data", uses="rng")
+    if compile is not None:
+        # Beside planning it would only fight for the interpreter's lock (both are Python through and through).
+        about = {"lane": "io:compile", "uses": "compile", "after": "plan_on_rank_0"}
+        step(compile_warmup, "compile_warmup", "pre_train", **about)
+    # Its sampler may draw, and without workers the data set may, too.
+    step(first_batch, "first_batch", "get_first_batch_data", lane="io:data", uses="rng")
+    step(batches, "batches", "get_first_batch_data")
     return start
 
 
@@ -340,16 +354,16 @@ def _default_pipeline(place: Place, dmp: Any, optimizer: Any) -> Any:
 
 
 def _compiled(model: Callable[..., nn.Module], compile: Compile | None) -> Callable[..., nn.Module]:
-    if compile is None:
-        return model
-
     @functools.wraps(model)
-    def compiled(**arguments: Any) -> nn.Module:
-        made = model(**arguments)
-        compile.apply(made)
-        return made
+    def made(**arguments: Any) -> nn.Module:
+        module = model(**arguments)
+        if not hasattr(module, "named_children"):
+            raise TypeError(f"the factory of the model returned {module!r}, which is no torch.nn.Module")
+        if compile is not None:
+            compile.apply(module)
+        return module
 
-    return compiled
+    return made
 
 
 def _started(loader: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]:
