@@ -220,6 +220,13 @@ class Startup:
             self._extended = True
             manager.hook.initopt_declare(startup=self)
         graph = self._runnable(inputs)
+        taken = {need for step in graph.values() for need in step.needs}
+        for name in inputs:
+            if name not in taken:
+                parameters = {p for declared in self._declared.values() for p in declared.step.needs}
+                near = difflib.get_close_matches(name, parameters, 1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise GraphError(f"no step of start-up {self.name!r} takes the input {name!r}{hint}")
         own = recorder is None
         if recorder is None:
             recorder = Recorder(self.name, mode="overlap" if overlap else "serial")

@@ -798,3 +798,50 @@ def test_a_lane_of_an_accelerator_needs_its_plugin(monkeypatch: pytest.MonkeyPat
     start.step(lambda: 1, name="model", lane="cuda:0")
     (cause,) = failure(start).exceptions
     assert "no installed plugin runs lane 'cuda:0'" in str(cause)
+
+
+def test_an_input_that_no_step_takes_is_refused() -> None:
+    start = Startup("job")
+    start.step(lambda batch=3: batch, name="reader")
+    with pytest.raises(GraphError, match=r"takes the input 'bacth' \(did you mean 'batch'\?\)"):
+        GraphError, match=r"no step of start-up 'job' takes the input 'bacth' \(did you mean 'batch'\?\)"
+    ):
+        start.run(bacth=5)
+
+
+def test_a_step_is_a_plain_function() -> None:
+    async def later() -> None: ...
+
+    start = Startup("job")
+    with pytest.raises(GraphError, match="step 'later' is no plain function"):
+        start.step(later)
+    with pytest.raises(GraphError, match="start-up 'job' has timeout inf"):
+        Startup("job", timeout=float("inf"))
+
+
+def test_a_slip_of_the_pen_in_a_resource_is_named() -> None:
+    start = Startup("job")
+    start.step(lambda: 1, name="model", uses="rgn")
+    with pytest.raises(GraphError, match=r"uses 'rgn' \(did you mean 'rng'\?\)"):
+        start.graph()
+
+
+def test_a_failed_start_up_is_an_exception_that_handlers_know() -> None:
+    start = Startup("job")
+    start.step(lambda: sys.exit(3), name="model")
+    (error,) = failure(start).exceptions
+    assert isinstance(error, RuntimeError) and str(error) == "SystemExit: 3"
+    assert isinstance(error.__cause__, SystemExit)
+
+
+def test_an_early_step_with_an_own_generator_is_not_run_twice(tmp_path: Path) -> None:
+    """A ledger of another model says nothing about a loader that draws from its own generator."""
+    drawn = []
+    for width in (1, 2):
+        own = torch.Generator()
+        torch.manual_seed(7)
+        start = Startup("job")
+        start.step(lambda width=width: torch.rand(width), name="model", uses="rng")
+        start.step(lambda own=own: torch.rand(1, generator=own), name="loader", uses=("rng", "fork"), early=True)
+        drawn.append(start.run().loader)
+    assert torch.equal(drawn[0], drawn[1])

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from initopt import Compile, Graph, Recorder, Span, Startup, Step, Values
+from initopt import Compile, Graph, Recorder, Span, Startup, StartupFailed, Step, Values
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +127,8 @@ class TrainerStartup(Startup):
                 with recorder.collectives(), recorder.current_step(FIRST_STEP, lane=_FIRST_STEP.lane):
                     result = execution.last_step(FIRST_STEP, lambda: progress(batches))
             except BaseException as raised:
-                error = type(raised).__name__
+                cause = raised.exceptions[-1] if isinstance(raised, StartupFailed) else raised
+                error = type(cause).__name__
                 raise
             finally:
                 span = Span(

@@ -195,8 +195,7 @@ def test_a_loader_without_a_batch(workers: int) -> None:
         return small(chosen)
 
     ((message, error, *more),) = fork_ranks(lambda: failed(lambda: start().run()), ranks=1)
-    step = "first_batch" if workers else "batches"
-    assert message == f"start-up 'small' failed in step {step!r} on rank 0"
+    assert message == "start-up 'small' failed in step 'first_batch' on rank 0"
     assert error.startswith("ValueError: the loader of rank 0 has no batch: its data set, or this rank's share of it,")
     assert more == []
 
@@ -304,22 +303,54 @@ def test_a_recorder_that_is_given_stays_open(root: Path) -> None:
 
 
 def test_a_first_step_that_fails_is_in_the_record(root: Path) -> None:
-    def fails() -> str:
+    def fails() -> list[str]:
         ready = small(config(), collective_timeout=5.0).run()
 
         def no_batches() -> Iterator[Any]:
             raise OSError("no disk")
             yield
 
-        try:
-            ready.pipeline.progress(no_batches())
-        except OSError as error:
-            return str(error)
-        return ""
+        return failed(lambda: ready.pipeline.progress(no_batches()))
 
-    assert fork_ranks(fails, ranks=1) == ["no disk"]
+    ((message, error),) = fork_ranks(fails, ranks=1)
+    assert message == "start-up 'small' failed in step 'first_step' on rank 0"
+    assert error.startswith("OSError: no disk\nstart-up step 'first_step' failed on rank 0 after")
     (span,) = [span for span in Run.latest(root).spans if span.name == "first_step"]
     assert span.error == "OSError"
+
+
+def test_a_rank_that_is_done_hears_of_another_ranks_failure() -> None:
+    def run() -> None:
+        start = small(config())
+
+        @start.step(after=("pipeline", "batches"))
+        def late(place: Any) -> None:
+            if place.rank == 1:
+                raise ValueError("too late")
+
+        ready = start.run()
+        ready.pipeline.progress(ready.batches)
+
+    for message, first, *_ in fork_ranks(lambda: failed(run)):
+        assert message == "start-up 'small' failed in step 'late' on rank 1"
+        assert "ValueError: too late" in first
+
+
+def test_a_collective_off_its_lane_is_refused_before_it_is_made() -> None:
+    def run() -> None:
+        import torch
+
+        start = small(config())
+
+        @start.step
+        def check(process_group: Any) -> None:
+            torch.distributed.all_reduce(torch.ones(1))
+
+        start.run()
+
+    for message, first, *_ in fork_ranks(lambda: failed(run)):
+        assert message.startswith("start-up 'small' failed in step 'check' on rank")
+        assert "calls all_reduce at" in first and "Set lane='comms'" in first
 
 
 class Warmed:
