@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,10 +20,10 @@ class Alarm:
 
     It needs the main thread and an unused SIGALRM; elsewhere nothing is raised, since Python has no other way to
     interrupt a thread. Nor is a call interrupted that never returns to Python. `stuck` is called then, on a thread of
-    its own, with the step and its limit in seconds.
+    its own, with the step, its limit in seconds, and an event that is set if the block ends after all.
     """
 
-    def __init__(self, stuck: Callable[[str, float], None]) -> None:
+    def __init__(self, stuck: Callable[[str, float, threading.Event], None]) -> None:
         self._stuck = stuck
         self._thread = threading.current_thread()
         self._usable = (
@@ -37,13 +38,15 @@ class Alarm:
     @contextmanager
     def limit(self, step: str, seconds: float) -> Iterator[None]:
         """Raise StepTimeout inside the block once it has run for `seconds`, at once what `interrupt` gave before."""
-        timer = threading.Timer(min(seconds + PATIENCE, threading.TIMEOUT_MAX), self._stuck, (step, seconds))
+        ended = threading.Event()
+        timer = threading.Timer(min(seconds + PATIENCE, threading.TIMEOUT_MAX), self._stuck, (step, seconds, ended))
         timer.daemon = True
         timer.start()
         try:
             with self._ringing(step, seconds):
                 yield
         finally:
+            ended.set()
             timer.cancel()
             timer.join()
 
@@ -77,6 +80,11 @@ class Alarm:
     def interrupt(self, error: BaseException) -> None:
         """Raise `error` in the block of `limit` that is running, else in the next one."""
         self._error = error
-        with self._lock:
-            if self._armed and self._thread.ident is not None:
+        until = time.monotonic() + PATIENCE
+        # Again and again: a signal that comes just before a thread goes to sleep on a lock does not wake it.
+        while time.monotonic() < until:
+            with self._lock:
+                if not self._armed or self._thread.ident is None:
+                    return
                 signal.pthread_kill(self._thread.ident, signal.SIGALRM)
+            time.sleep(0.02)

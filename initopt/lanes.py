@@ -580,7 +580,7 @@ class Execution:
         thread.start()
         thread.join(GRACE)
 
-    def _ends_stuck(self, step: str, limit: float) -> None:
+    def _ends_stuck(self, step: str, limit: float, ended: threading.Event) -> None:
         """End the process for a step in the caller's thread that nothing can interrupt, after the others were told."""
         with self._lock:
             if not self._over:
@@ -589,6 +589,8 @@ class Execution:
             self._peers.stop()
             self._peers.announce(self._own_failure, look_for_cause=False)
         _leave_collectives(self._sockets_before)
+        if ended.wait(GRACE):
+            return
         print(
             f"initopt: start-up {self.graph.name!r} failed on rank {self.rank}: {StepTimeout(step, limit)}. "
             "It can't be interrupted, so the process ends. It stands here:",

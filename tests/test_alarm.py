@@ -17,7 +17,7 @@ LONG = 30.0
 
 
 def alarm() -> Alarm:
-    return Alarm(lambda step, limit: pytest.fail(f"{step} counts as stuck"))
+    return Alarm(lambda step, limit, ended: pytest.fail(f"{step} counts as stuck"))
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_a_block_that_nothing_can_interrupt_counts_as_stuck(monkeypatch: pytest.
     stuck, done = threading.Event(), threading.Event()
 
     def run() -> None:
-        with Alarm(lambda step, limit: (said.append((step, limit)), stuck.set())).limit("model", 0.01):
+        with Alarm(lambda step, limit, ended: (said.append((step, limit)), stuck.set())).limit("model", 0.01):
             done.wait(LONG)
 
     thread = threading.Thread(target=run)

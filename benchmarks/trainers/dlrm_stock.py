@@ -37,7 +37,6 @@ def train(config: dlrm_model.Config) -> dict[str, object]:
                 torch.manual_seed(config.seed)
             with recorder.span("process_group", stage="process_group_init"):
                 dist.init_process_group("gloo")
-            recorder.agree(rank, world_size, dist.distributed_c10d._get_default_store())
             with recorder.span("model", stage="train_module_creation"):
                 model = dlrm_model.make_model(config, device)
                 sharders = dlrm_model.make_sharders(config)
