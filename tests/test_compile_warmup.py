@@ -91,7 +91,7 @@ def test_a_warm_up_leaves_nothing_but_code() -> None:
     graphs = Compile.graphs()
     # On a lane, as a start-up does it.
     start = Startup("job")
-    start.step(lambda: chosen.warm_up(m, torch.device("cpu")), name="warm_up", lane="io:compile")
+    start.step(lambda: chosen.warm_up(m, torch.device("cpu")), name="warm_up", lane="io:compile", uses="compile")
     assert start.run().warm_up == 1
     assert Compile.graphs() == graphs + 1
     assert equal(before, {**m.state_dict(), "rng": torch.get_rng_state()})

@@ -25,6 +25,10 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return exporter
 
 
+DAY = 86_400.0
+"""Seconds. Later than the recorder's own span of the imports, which ends with the age of this process."""
+
+
 def record(root: Path, *spans: Span) -> Path:
     recorder = Recorder("dlrm", mode="overlap", root=root)
     for span in spans:
@@ -43,9 +47,18 @@ def seconds(span: ReadableSpan) -> float:
 def test_steps_and_their_collectives_become_spans(tmp_path: Path, exporter: InMemorySpanExporter) -> None:
     path = record(
         tmp_path,
-        Span("shard", 100.0, 104.0, lane="comms"),
-        Span("all_reduce", 101.0, 103.5, kind="collective", step="shard", op="all_reduce", group="world", bytes=8),
-        Span("first_step", 104.0, 105.0, error="ValueError"),
+        Span("shard", DAY + 100.0, DAY + 104.0, lane="comms"),
+        Span(
+            "all_reduce",
+            DAY + 101.0,
+            DAY + 103.5,
+            kind="collective",
+            step="shard",
+            op="all_reduce",
+            group="world",
+            bytes=8,
+        ),
+        Span("first_step", DAY + 104.0, DAY + 105.0, error="ValueError"),
     )
     otel.initopt_run_ended(path)
     spans = {span.name: span for span in exporter.get_finished_spans()}
@@ -54,10 +67,10 @@ def test_steps_and_their_collectives_become_spans(tmp_path: Path, exporter: InMe
     assert root.parent is None
     assert shard.parent == root.context
     assert meeting.parent == shard.context
-    assert seconds(root) == pytest.approx(105.0)
+    assert seconds(root) == pytest.approx(DAY + 105.0)
     assert seconds(meeting) == pytest.approx(2.5)
     assert shard.start_time is not None and root.start_time is not None
-    assert (shard.start_time - root.start_time) / 1e9 == pytest.approx(100.0)
+    assert (shard.start_time - root.start_time) / 1e9 == pytest.approx(DAY + 100.0)
     assert meeting.attributes is not None and shard.attributes is not None
     assert meeting.attributes["initopt.bytes"] == 8
     assert shard.attributes["initopt.lane"] == "comms"
