@@ -10,14 +10,13 @@ import faulthandler
 import heapq
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,15 @@ from initopt.alarm import Alarm
 from initopt.failure import PeerFailed, StartupFailed, StepTimeout, as_exception, doing, note
 from initopt.graph import Graph, OrderError, Step
 from initopt.helper_process import HelperProcess
+from initopt.leaving import (
+    Sigterm,
+    Terminated,
+    children_now,
+    end_children,
+    joined_distributed,
+    leave_collectives,
+    sockets_now,
+)
 from initopt.peers import Failure, Peers, attempt_of_job, describe
 from initopt.record import Recorder, Span
 from initopt.thread_state import ThreadState
@@ -51,10 +59,6 @@ class Task:
     function: Callable[..., Any]
     parameters: Mapping[str, str]
     discard: Callable[[Any], None] | None = None
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived during start-up."""
 
 
 class _Stopped(Exception):
@@ -92,7 +96,7 @@ class Execution:
         self._thread_state = ThreadState()
         self._caller = threading.current_thread()
         self._alarm = Alarm(self._ends_stuck)
-        self._sigterm = _Sigterm()
+        self._sigterm = Sigterm()
         self._order = {name: index for index, name in enumerate(graph.order())}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -121,8 +125,8 @@ class Execution:
 
     def overlapped(self) -> None:
         """Run every step on its lane. Raises StartupFailed."""
-        children = self._children = _children()
-        self._sockets_before = _sockets()
+        children = self._children = children_now()
+        self._sockets_before = sockets_now()
         with self._guarded(children):
             # Before the handler of SIGTERM is set and before there are lanes: a forked helper would inherit both.
             for lane, names in self.graph.lanes().items():
@@ -138,8 +142,8 @@ class Execution:
 
     def serially(self) -> None:
         """Run the same steps one after the other, in the calling thread. Raises StartupFailed."""
-        children = self._children = _children()
-        self._sockets_before = _sockets()
+        children = self._children = children_now()
+        self._sockets_before = sockets_now()
         self._serial = True
         with self._guarded(children):
             self._join_by_itself()
@@ -373,7 +377,7 @@ class Execution:
                 self._hooks.enter_context(self.recorder.collectives(before=self._refuse_meeting))
 
     def _join_by_itself(self) -> None:
-        distributed = None if self._joined else _distributed()
+        distributed = None if self._joined else joined_distributed()
         if distributed is not None:
             store = distributed.distributed_c10d._get_default_store()
             self.join(store, distributed.get_rank(), distributed.get_world_size())
@@ -434,7 +438,7 @@ class Execution:
                 return
             self._heard = failure
             self._stop()
-        _leave_collectives(self._sockets_before)
+        leave_collectives(self._sockets_before)
         self._alarm.interrupt(_peer_error(failure))
 
     @contextmanager
@@ -518,7 +522,7 @@ class Execution:
                 step, seconds = max(self._was_running.items(), key=lambda item: item[1], default=("", 0.0))
                 text = describe(error)
                 self._peers.announce(Failure(self.rank, step, seconds, text), look_for_cause=False)
-        _leave_collectives(self._sockets_before)
+        leave_collectives(self._sockets_before)
         known = len(self._errors)
         self._clean_up(children)
         for other in self._errors[known:]:
@@ -538,7 +542,7 @@ class Execution:
         who = self._heard or self._own_failure
         rank = who.rank if who else self.rank
         others = doing(self._peers.statuses(), but={self.rank, rank}) if self._peers is not None else ""
-        _leave_collectives(self._sockets_before)
+        leave_collectives(self._sockets_before)
         self._clean_up(children)
         errors = list(self._errors)
         if self._heard is not None:
@@ -565,7 +569,7 @@ class Execution:
         for name, task in self._tasks.items():
             if task.discard is not None and name in self.values:
                 self._discard(name, task.discard)
-        _end_children(_children() - children)
+        end_children(children_now() - children)
 
     def _discard(self, name: str, discard: Callable[[Any], None]) -> None:
         def inside() -> None:
@@ -588,7 +592,7 @@ class Execution:
         if self._peers is not None and self._own_failure is not None:
             self._peers.stop()
             self._peers.announce(self._own_failure, look_for_cause=False)
-        _leave_collectives(self._sockets_before)
+        leave_collectives(self._sockets_before)
         if ended.wait(GRACE):
             return
         print(
@@ -598,7 +602,7 @@ class Execution:
             flush=True,
         )
         faulthandler.dump_traceback(all_threads=True)
-        _end_children(_children() - self._children)
+        end_children(children_now() - self._children)
         os._exit(1)
 
     def _ends_by_signal(self, children: set[int]) -> None:
@@ -616,118 +620,3 @@ class Execution:
 
 def _peer_error(failure: Failure) -> PeerFailed:
     return PeerFailed(failure.rank, failure.step, failure.elapsed, failure.error)
-
-
-class _Sigterm:
-    """Raises Terminated in the main thread on SIGTERM, so that the start-up can say what it was doing."""
-
-    def __init__(self) -> None:
-        self._usable = threading.current_thread() is threading.main_thread()
-        self._before = signal.getsignal(signal.SIGTERM)
-        # Whoever handles or ignores SIGTERM himself goes on to do so.
-        self._usable = self._usable and self._before is signal.SIG_DFL
-
-    @contextmanager
-    def raised(self) -> Iterator[None]:
-        if not self._usable:
-            yield
-            return
-        signal.signal(signal.SIGTERM, self._stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, self._before)
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Put the handler back while children are forked, which would inherit ours."""
-        if not self._usable:
-            yield
-            return
-        signal.signal(signal.SIGTERM, self._before)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, self._stop)
-
-    def _stop(self, _signal: int, _frame: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
-        raise Terminated
-
-
-def _distributed() -> Any:
-    """torch.distributed if this process has joined a group, without importing it."""
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    # torch can be built without it, and a thread may see it half imported by another one.
-    joined = getattr(distributed, "is_initialized", None)
-    return distributed if joined is not None and joined() else None
-
-
-def _children() -> set[int]:
-    found: set[int] = set()
-    with suppress(OSError):
-        # A child stands under the thread that made it.
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
-                found |= {int(pid) for pid in file.read().split()}
-    import multiprocessing
-
-    return found | {child.pid for child in multiprocessing.active_children() if child.pid is not None}
-
-
-def _end_children(pids: set[int]) -> None:
-    # A DataLoader answers the death of a worker with an error of its own, raised wherever the main thread is by then.
-    in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if in_main and pids else None
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    until = time.monotonic() + GRACE
-    while pids & _children() and time.monotonic() < until:
-        time.sleep(0.01)
-    if handler is not None:
-        signal.signal(signal.SIGCHLD, handler)
-
-
-def _sockets() -> set[int]:
-    found = set()
-    try:
-        for entry in os.listdir("/proc/self/fd"):
-            try:
-                if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                    found.add(int(entry))
-            except OSError:
-                continue
-    except OSError:
-        return found
-    return found
-
-
-def _leave_collectives(before: set[int]) -> None:
-    """Make the collectives that are under way return with an error.
-
-    NCCL groups can be aborted. Gloo (torch 2.13) has an `abort` that leaves its waiting calls waiting, so the
-    connections that this start-up opened are shut instead, except those to the store, which still carries the reason
-    to the others.
-    """
-    distributed = _distributed()
-    if distributed is None:
-        return
-    world = distributed.distributed_c10d._world
-    for group in list(world.pg_map):
-        try:
-            if "nccl" in distributed.get_backend(group):
-                group.abort()
-        except Exception:
-            # The group may be half made; the others still have to be left.
-            continue
-    store_port = int(os.environ.get("MASTER_PORT", "0"))
-    for descriptor in _sockets() - before:
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                if internet and store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
-                    connection.shutdown(socket.SHUT_RDWR)
-        except (OSError, IndexError, TypeError):
-            # Listening sockets and ones that closed meanwhile have no peer.
-            continue

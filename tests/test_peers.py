@@ -391,14 +391,14 @@ def test_a_failure_of_one_rank_ends_the_others(ranks: Callable[..., list[Any]]) 
     first.step(shard, lane="comms")
     second.step(features)
     second.step(shard, lane="comms")
-    left = lanes._leave_collectives
+    left = lanes.leave_collectives
 
     def leave(before: set[int]) -> None:
         released.set()
         left(before)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes, "_leave_collectives", leave)
+        patch.setattr(lanes, "leave_collectives", leave)
         failed = ranks(first, second)
     for error in failed:
         assert error.message == "start-up 'job' failed in step 'features' on rank 1"

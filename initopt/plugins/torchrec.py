@@ -100,6 +100,8 @@ class TrainerStartup(Startup):
             if own:
                 self._close(recorder)
             raise
+        # The caller trains in this thread, which has met no device yet.
+        values.place.enter()
         ready = Ready(values.dmp, values.optimizer, values.pipeline, values.batches, values.place.device, values)
         self._until_first_step(ready, recorder, own=own)
         return ready
