@@ -49,7 +49,9 @@ def measure(case: str, *, ranks: int, runs: int, root: Path) -> Result:
     profile, cache = case.split("-")
     folder = root / "inductor" / case
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.resolve())
-    prepare = f"rm -rf {shlex.quote(str(folder))}" if cache == "cold" else None
+    # Cold is the first start ever: nothing compiled, and no ledger.
+    cold = cache == "cold"
+    prepare = f'rm -rf {shlex.quote(str(folder))} "$INITOPT_ROOT/ledger"' if cold else None
     mine = command("initopt", profile, ranks)
 
     def pairs(other: Sequence[str], what: str, runs: int) -> bench.Bench:
@@ -57,7 +59,7 @@ def measure(case: str, *, ranks: int, runs: int, root: Path) -> Result:
             other,
             mine,
             runs=runs,
-            warmup=1,
+            warmup=0 if cold else 1,
             root=root,
             prepare=prepare,
             progress=lambda line: print(f"{case}, {what}: {line}", file=sys.stderr, flush=True),
@@ -157,11 +159,12 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     root = run_root()
     criteo.generate(65_536, 0)
-    results = [measure(case, ranks=chosen.ranks, runs=chosen.runs, root=root) for case in chosen.cases or CASES]
-    text = table(results)
-    print(text)
-    if chosen.save:
-        RESULTS.write_text(text)
+    results = []
+    for case in chosen.cases or CASES:
+        results.append(measure(case, ranks=chosen.ranks, runs=chosen.runs, root=root))
+        if chosen.save:
+            RESULTS.write_text(table(results))
+    print(table(results))
 
 
 if __name__ == "__main__":
