@@ -72,89 +72,62 @@ def _delay(payload: torch.Tensor | Iterable[Any]) -> None:
     time.sleep(collective_seconds(_bytes(payload)))
 
 
+def _delayed(name: str, payload: int | None) -> Callable[..., Any]:
+    """The method `name` of a process group, which waits first; `payload` is the place of what this rank sends."""
+
+    def call(self: DelayedGroup, *args: Any, **kwargs: Any) -> Any:
+        _delay(args[payload] if payload is not None and payload < len(args) else ())
+        return getattr(self._inner, name)(*args, **kwargs)
+
+    return call
+
+
 class DelayedGroup(dist.ProcessGroup):
     """A process group like any other, whose creation and collectives wait first.
 
     It stands in for `ProcessGroup` where torch.distributed makes one, so that the backend inside is gloo's own and
-    `get_backend` says so. Calls from C++ (the constructor and reducer of DistributedDataParallel) arrive here as well.
+    `get_backend` says so. Calls from C++ (the constructor and reducer of DistributedDataParallel) arrive here, too.
+
+    The work is done by a group of C++ alone, which has the same backends. A call of `super()` would hold the
+    interpreter's lock until gloo has queued it, and gloo's own thread, which holds the queue, may want that lock to
+    free a tensor: two threads that wait for each other for ever, as one stock start of a benchmark did.
     """
 
-    # Each method is spelled out: pybind11 tells a call of super() from an endless recursion by the name of the calling
-    # function, which methods made in a loop would not have.
-
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        # The constructor that takes the store can't be subclassed; the stub knows only that one.
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)  # the constructor with a store can't be subclassed
         self._store = store
+        self._inner = dist.ProcessGroup(store, rank, size)
         time.sleep(values.RENDEZVOUS_SECONDS)
 
     def get_group_store(self) -> dist.Store:
         return self._store
 
-    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(tensors)
-        return super().allreduce(tensors, *args, **kwargs)
+    def _register_backend(self, *args: Any, **kwargs: Any) -> None:
+        super()._register_backend(*args, **kwargs)
+        self._inner._register_backend(*args, **kwargs)
 
-    def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(tensors)
-        return super().allreduce_coalesced(tensors, *args, **kwargs)
+    def _set_default_backend(self, *args: Any) -> None:
+        super()._set_default_backend(*args)
+        self._inner._set_default_backend(*args)
 
-    def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(tensors)
-        return super().broadcast(tensors, *args, **kwargs)
+    def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)
+        self._inner._set_group_name(name)
 
-    def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(inputs)
-        return super().allgather(outputs, inputs, *args, **kwargs)
-
-    def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(inputs)
-        return super().allgather_coalesced(outputs, inputs, *args, **kwargs)
-
-    def all_gather_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(input)
-        return super().all_gather_single(output, input, *args, **kwargs)
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(inputs)
-        return super().all_gather_single_coalesced(outputs, inputs, *args, **kwargs)
-
-    def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(tensors)
-        return super().reduce(tensors, *args, **kwargs)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(inputs)
-        return super().reduce_scatter(outputs, inputs, *args, **kwargs)
-
-    def reduce_scatter_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(input)
-        return super().reduce_scatter_single(output, input, *args, **kwargs)
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(inputs)
-        return super().reduce_scatter_single_coalesced(outputs, inputs, *args, **kwargs)
-
-    def all_to_all_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(input)
-        return super().all_to_all_single(output, input, *args, **kwargs)
-
-    def alltoall(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(inputs)
-        return super().alltoall(outputs, inputs, *args, **kwargs)
-
-    def gather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(inputs)
-        return super().gather(outputs, inputs, *args, **kwargs)
-
-    def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(outputs)
-        return super().scatter(outputs, inputs, *args, **kwargs)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> Any:
-        _delay(())
-        return super().barrier(*args, **kwargs)
-
-    def send(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        _delay(tensors)
-        return super().send(tensors, *args, **kwargs)
+    allreduce = _delayed("allreduce", 0)
+    allreduce_coalesced = _delayed("allreduce_coalesced", 0)
+    broadcast = _delayed("broadcast", 0)
+    allgather = _delayed("allgather", 1)
+    allgather_coalesced = _delayed("allgather_coalesced", 1)
+    all_gather_single = _delayed("all_gather_single", 1)
+    all_gather_single_coalesced = _delayed("all_gather_single_coalesced", 1)
+    reduce = _delayed("reduce", 0)
+    reduce_scatter = _delayed("reduce_scatter", 1)
+    reduce_scatter_single = _delayed("reduce_scatter_single", 1)
+    reduce_scatter_single_coalesced = _delayed("reduce_scatter_single_coalesced", 1)
+    all_to_all_single = _delayed("all_to_all_single", 1)
+    alltoall = _delayed("alltoall", 1)
+    gather = _delayed("gather", 1)
+    scatter = _delayed("scatter", 0)
+    barrier = _delayed("barrier", None)
+    send = _delayed("send", 0)
