@@ -18,7 +18,7 @@ test: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --timeout=1800
-	$(BIN)/python -m pytest tests -m long --timeout=1800
+	$(BIN)/python -m benchmarks.startup
 
 lint: $(READY)
 	$(BIN)/ruff check .
