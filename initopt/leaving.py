@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 PATIENCE = 2.0
@@ -29,29 +29,24 @@ class Sigterm:
         # Whoever handles or ignores SIGTERM himself goes on to do so.
         self._usable = self._usable and self._before is signal.SIG_DFL
 
-    @contextmanager
-    def raised(self) -> Iterator[None]:
+    def raised(self) -> AbstractContextManager[None]:
         """Raise in this block."""
-        if not self._usable:
-            yield
-            return
-        signal.signal(signal.SIGTERM, self._stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, self._before)
+        return self._handling(self._stop, after=self._before)
+
+    def as_before(self) -> AbstractContextManager[None]:
+        """Put the handler back while children are forked, which would inherit ours."""
+        return self._handling(self._before, after=self._stop)
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Put the handler back while children are forked, which would inherit ours."""
+    def _handling(self, handler: Any, *, after: Any) -> Iterator[None]:
         if not self._usable:
             yield
             return
-        signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGTERM, handler)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, self._stop)
+            signal.signal(signal.SIGTERM, after)
 
     def _stop(self, _signal: int, _frame: object) -> None:
         signal.signal(signal.SIGTERM, self._before)
