@@ -1,0 +1,166 @@
+"""Sharding options whose shards are made when somebody looks at them.
+
+TorchRec keeps an object for every shard of every option: a row-wise option of 1,024 ranks has 1,024 of them, of which
+all but two have the same size, and so the same estimates. Here an option keeps one shard per distinct size, and how
+many of them stand where. To the rest of TorchRec it is a `ShardingOption`; `plain` makes it one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy
+from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Storage
+
+Run = tuple[Any, Any, int]
+"""Consecutive shards with the same estimates: their `Perf`, their `Storage`, their number."""
+
+
+class Layout:
+    """How a table is cut: shard i has the size `sizes[k]` ([rows, columns]) of the run k that it belongs to."""
+
+    def __init__(self, sizes: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
+        self.count = len(sizes)
+        # Shards of one size may stand apart (grid sharding), so a run names its kind.
+        kinds: dict[tuple[int, ...], int] = {}
+        runs = itertools.groupby(kinds.setdefault(tuple(size), len(kinds)) for size in sizes)
+        self.runs = [(kind, sum(1 for _ in run)) for kind, run in runs]
+        self.sizes = [list(size) for size in kinds]
+        # An array: lists of offsets would take a gigabyte for thousands of tables on a thousand ranks.
+        self._offsets = numpy.asarray(offsets)
+
+    def kinds(self) -> list[Any]:
+        """Return one shard per distinct size, without estimates."""
+        return [Shard(size=size, offset=[0] * len(size)) for size in self.sizes]
+
+    def shards(self, kinds: Sequence[Any]) -> list[Any]:
+        """Return every shard, with the estimates of its kind and no rank."""
+        owners = itertools.chain.from_iterable(itertools.repeat(kinds[kind], count) for kind, count in self.runs)
+        return [
+            Shard(size=list(kind.size), offset=offset, storage=kind.storage, perf=kind.perf)
+            for kind, offset in zip(owners, self._offsets.tolist(), strict=True)
+        ]
+
+
+class LazyOption(ShardingOption):  # type: ignore[misc]
+    """A sharding option that is made from a `Layout` and makes its shards when they are asked for.
+
+    From then on the shards count, as they may have been changed.
+    """
+
+    _layout: Layout | None = None
+    _kinds: list[Any]
+    _shards: list[Any] | None = None
+
+    @property
+    def shards(self) -> list[Any]:
+        """The shards of the option; one per distinct size while `compact` holds."""
+        if self._shards is None:
+            assert self._layout is not None
+            self._shards = self._layout.shards(self._kinds)
+        return self._shards
+
+    @shards.setter
+    def shards(self, value: list[Any]) -> None:
+        if len(value) == 1 and isinstance(value[0], Layout):
+            self._layout = value[0]
+            self._kinds = self._layout.kinds()
+        else:
+            self._layout, self._shards = None, value
+
+    @property
+    def lazy(self) -> bool:
+        """Whether nobody has asked for the shards yet."""
+        return self._shards is None
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards."""
+        return self._layout.count if self._layout is not None and self.lazy else len(self.shards)
+
+    @property
+    def total_storage(self) -> Any:
+        """The sum of the shards' storage, in bytes."""
+        if not self.lazy:
+            return super().total_storage
+        hbm = ddr = ssd = 0
+        for _, storage, count in runs(self):
+            hbm, ddr, ssd = hbm + count * storage.hbm, ddr + count * storage.ddr, ssd + count * storage.ssd
+        return Storage(hbm=hbm, ddr=ddr, ssd=ssd)
+
+    @property
+    def total_perf(self) -> float:
+        """The sum of the shards' perf, added one by one as TorchRec does: a product is rounded otherwise."""
+        total: float = 0
+        for perf, _, count in runs(self):
+            one = perf.total
+            for _ in range(count):
+                total += one
+        return total
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> LazyOption:
+        twin = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            if name == "_kinds":
+                # TorchRec replaces estimates and never changes them in place.
+                value = [Shard(size=k.size, offset=k.offset, storage=k.storage, perf=k.perf) for k in value]
+            elif name not in _SHARED and type(value) not in _ATOMS:
+                value = deepcopy(value, memo)
+            twin.__dict__[name] = value
+        return twin
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        """A pickled option is an ordinary one: who reads it may not have initopt."""
+        option = plain(self)
+        return ShardingOption.__new__, (ShardingOption,), option.__dict__
+
+
+_SHARED = {"_tensor", "_module", "_layout"}
+_ATOMS = {str, int, float, bool, type(None)}
+_OURS = {"_layout", "_kinds", "_shards"}
+
+# An error text may print an option: it reads as it does without initopt.
+LazyOption.__name__, LazyOption.__qualname__ = ShardingOption.__name__, ShardingOption.__qualname__
+LazyOption.__module__ = ShardingOption.__module__
+
+
+def compact(options: Sequence[Any]) -> Callable[[], None]:
+    """Let lazy options show one shard per distinct size, until the function that is returned is called."""
+    shown = [option for option in options if isinstance(option, LazyOption) and option.lazy]
+    for option in shown:
+        option._shards = option._kinds
+
+    def restore() -> None:
+        for option in shown:
+            option._shards = None
+
+    return restore
+
+
+def runs(option: Any) -> Iterator[Run]:
+    """Yield the runs of an option's shards, without making them."""
+    if isinstance(option, LazyOption) and option.lazy:
+        assert option._layout is not None
+        for kind, count in option._layout.runs:
+            shard = option._kinds[kind]
+            yield shard.perf, shard.storage, count
+        return
+    for _, same in itertools.groupby(option.shards, key=lambda shard: (id(shard.perf), id(shard.storage))):
+        shards = list(same)
+        yield shards[0].perf, shards[0].storage, len(shards)
+
+
+def plain(option: Any) -> Any:
+    """Return an ordinary option with shards of its own and no ranks. One that is ordinary already is returned itself."""
+    if not isinstance(option, LazyOption):
+        return option
+    twin = ShardingOption.__new__(ShardingOption)
+    twin.__dict__.update((name, value) for name, value in option.__dict__.items() if name not in _OURS)
+    twin.shards = option._layout.shards(option._kinds) if option.lazy and option._layout else option.shards
+    return twin
+
+
+__all__ = ["Layout", "LazyOption", "Perf", "Run", "compact", "plain", "runs"]

@@ -1,0 +1,372 @@
+"""TorchRec's two partitioners on arrays: which ranks the shards of a proposal go to, and how fast the plan would be.
+
+The arithmetic is TorchRec's, addition by addition: a device adds up each part of its perf in the order in which shards
+arrive, and its total is always made anew from the parts. Storage is whole bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
+from torchrec.distributed.planner.types import PartitionByType, PlannerError
+from torchrec.distributed.planner.utils import mb_to_bytes
+from torchrec.distributed.types import ShardingType
+
+from initopt.sharding_plan.space import LARGEST, Choice, Run, Space, Unmodelled
+
+SLACK = 1e-9
+"""Relative slack of every comparison that stands for a comparison of two ratings.
+
+A rating is a float sum of at most some ten thousand terms per rank, so two orders of adding differ by less than 1e-11.
+"""
+
+_CHECKPOINT = 32
+"""So many uniform options lie between two stored states; all of them would take gigabytes for thousands of tables."""
+
+
+class DoesNotFit(Exception):
+    """Some shard finds no rank, so the stock partitioner would raise a PlannerError."""
+
+
+class TooSlow(Exception):
+    """A rank is already slower than the best plan: there is no need to place the rest."""
+
+
+class Ranks:
+    """The devices while a proposal is placed: the parts of their perf, their totals, and what is free on them."""
+
+    def __init__(self, parts: list[list[float]], free: list[list[int]]) -> None:
+        self.parts, self.free = parts, free
+        self.totals: list[float] = [
+            fwd + bwd + fwd_comms + bwd_comms + prefetch
+            for fwd, bwd, fwd_comms, bwd_comms, prefetch in zip(*parts, strict=True)
+        ]
+
+    def part_of(self, ranks: Sequence[int]) -> Ranks:
+        """Return a copy of some of them."""
+        return Ranks(
+            [[part[rank] for rank in ranks] for part in self.parts],
+            [[free[rank] for rank in ranks] for free in self.free],
+        )
+
+    def take(self, ranks: Sequence[int], other: Ranks) -> None:
+        """Set these ranks to the state of `other`, which has one entry for each."""
+        for mine, theirs in zip((*self.parts, *self.free, self.totals), (*other.parts, *other.free, other.totals)):
+            for rank, value in zip(ranks, theirs, strict=True):
+                mine[rank] = value
+
+    def fits(self, run: Run, rank: int) -> bool:
+        """Whether a shard of the run fits on the rank."""
+        hbm, ddr, ssd = run.storage
+        return hbm <= self.free[0][rank] and ddr <= self.free[1][rank] and ssd <= self.free[2][rank]
+
+    def put(self, run: Run, rank: int) -> float:
+        """Place a shard of the run; returns the new total of the rank."""
+        for free, size in zip(self.free, run.storage, strict=True):
+            free[rank] -= size
+        fwd, bwd, fwd_comms, bwd_comms, prefetch = self.parts
+        parts = run.parts
+        fwd[rank] = a = fwd[rank] + parts[0]
+        bwd[rank] = b = bwd[rank] + parts[1]
+        fwd_comms[rank] = c = fwd_comms[rank] + parts[2]
+        bwd_comms[rank] = d = bwd_comms[rank] + parts[3]
+        prefetch[rank] = e = prefetch[rank] + parts[4]
+        self.totals[rank] = total = a + b + c + d + e
+        return total
+
+
+Assignment = dict[int, list[int]]
+"""The ranks of the shards of every option that is not uniform, by its index."""
+
+
+class Greedy:
+    """`GreedyPerfPartitioner` on a topology. Raises Unmodelled for a topology whose devices are not plain and empty."""
+
+    def __init__(self, space: Space, topology: Any, sort_by: SortBy, balance_modules: bool) -> None:
+        self._choices = space.choices
+        self._by_perf, self._balance_modules = sort_by == SortBy.PERF, balance_modules
+        self.world_size = _checked(topology)
+        self._local_size = topology.local_world_size
+        storages = [device.storage for device in topology.devices]
+        self._capacity = [[s.hbm for s in storages], [s.ddr for s in storages], [s.ssd for s in storages]]
+        size = topology.intra_group_size
+        self._hosts = [range(i * size, (i + 1) * size) for i in range(self.world_size // size)]
+        grid = PartitionByType.MULTI_HOST.value
+        if not self._hosts and any(choice.partition_by == grid for choice in self._choices):
+            raise Unmodelled("grid sharding on less than one host")
+        # The states after the first 0, 32, 64, ... uniform options of the last proposal.
+        self._before: list[int] = []
+        self._states = [(numpy.zeros((5, self.world_size)), numpy.zeros((3, self.world_size), dtype=numpy.int64))]
+
+    def never_fits(self, storage: tuple[int, int, int]) -> bool:
+        """Whether shards of this many bytes in all are more than the devices hold together."""
+        return any(
+            min(capacity) >= 0 and needed > sum(capacity)
+            for needed, capacity in zip(storage, self._capacity, strict=True)
+        )
+
+    def place(self, picks: list[int], limit: float, hbm: int = 0) -> tuple[Assignment, Ranks]:
+        """Place a proposal.
+
+        `limit` is a total that no rank may exceed, in the unit of perf; `hbm` replaces the HBM of every device, in
+        bytes, unless it is 0. Raises DoesNotFit and TooSlow.
+        """
+        choices = self._choices
+        ranks = self._uniform([pick for pick in picks if choices[pick].uniform], hbm)
+        if max(ranks.totals) > limit:
+            raise TooSlow
+        assignment: Assignment = {}
+        heap: list[tuple[float, int, int]] | None = None
+        for pick in self._in_order(picks):
+            choice = choices[pick]
+            if choice.partition_by == PartitionByType.DEVICE.value:
+                if heap is None:
+                    heap = [(total, rank % self._local_size, rank) for rank, total in enumerate(ranks.totals)]
+                    heapq.heapify(heap)
+                if choice.spread_by_column:
+                    assignment[pick] = _one_shard_per_rank(choice, ranks, heap)
+                else:
+                    assignment[pick] = _to_least_loaded(choice, ranks, heap, limit)
+                continue
+            if choice.partition_by == PartitionByType.HOST.value:
+                used = self._one_host(choice, ranks)
+            else:
+                used = self._several_hosts(choice, ranks)
+            heap = None
+            assignment[pick] = used
+            if max(ranks.totals[rank] for rank in used) > limit:
+                raise TooSlow
+        return assignment, ranks
+
+    def rate(self, picks: list[int], assignment: Assignment) -> float:
+        """Return the largest sum of shard perf on a rank, added in the order of the proposal as the perf model does."""
+        sums = numpy.zeros(self.world_size)
+        for pick in picks:
+            choice = self._choices[pick]
+            if choice.uniform:
+                for start, stop, run in _spans(choice):
+                    sums[start:stop] += run.total
+            else:
+                shards = itertools.chain.from_iterable(itertools.repeat(run.total, run.count) for run in choice.runs)
+                for rank, total in zip(assignment[pick], shards, strict=True):
+                    sums[rank] += total
+        return float(sums.max())
+
+    def _uniform(self, uniform: list[int], hbm: int) -> Ranks:
+        same = 0
+        while same < min(len(uniform), len(self._before)) and uniform[same] == self._before[same]:
+            same += 1
+        stored = min(same // _CHECKPOINT, len(self._states) - 1)
+        del self._states[stored + 1 :]
+        # Kept even if this proposal fails half-way: the states up to `stored` are those of both.
+        self._before = uniform
+        parts, used = (array.copy() for array in self._states[stored])
+        for done, pick in enumerate(uniform[stored * _CHECKPOINT :], stored * _CHECKPOINT + 1):
+            choice = self._choices[pick]
+            if choice.count != self.world_size:
+                self._before = uniform[: done - 1]
+                raise DoesNotFit
+            for start, stop, run in _spans(choice):
+                parts[:, start:stop] += numpy.array(run.parts)[:, None]
+                used[:, start:stop] += numpy.array(run.storage)[:, None]
+            if done % _CHECKPOINT == 0:
+                self._states.append((parts.copy(), used.copy()))
+        free = numpy.array(self._capacity)
+        if hbm:
+            free[0] = hbm
+        free -= used
+        # Storage is never negative, so if every option fits in the end then each did when it came.
+        if uniform and free.min() < 0:
+            raise DoesNotFit
+        return Ranks(parts.tolist(), free.tolist())
+
+    def _in_order(self, picks: list[int]) -> list[int]:
+        """The options that are not uniform, largest first; of equal ones the one proposed first."""
+        choices = self._choices
+        others = [pick for pick in picks if not choices[pick].uniform]
+        if self._by_perf:
+            others.sort(key=lambda pick: choices[pick].perf, reverse=True)
+        else:
+            others.sort(key=lambda pick: choices[pick].storage, reverse=True)
+        if self._balance_modules:
+            tables: dict[str, int] = {}
+            for pick in picks:
+                tables[choices[pick].path] = tables.get(choices[pick].path, 0) + 1
+            others.sort(key=lambda pick: -tables[choices[pick].path], reverse=True)
+        return others
+
+    def _hosts_by_load(self, ranks: Ranks) -> list[range]:
+        loads = []
+        for host in self._hosts:
+            load: float = 0
+            for total in ranks.totals[host.start : host.stop]:
+                load += total
+            loads.append(load)
+        return [self._hosts[i] for i in sorted(range(len(loads)), key=loads.__getitem__)]
+
+    def _one_host(self, choice: Choice, ranks: Ranks) -> list[int]:
+        """Place all shards on the least loaded host that takes them."""
+        for host in self._hosts_by_load(ranks):
+            room = [sum(free[host.start : host.stop]) for free in ranks.free]
+            if any(needed > there for needed, there in zip(choice.storage, room, strict=True)):
+                continue
+            trial = ranks.part_of(host)
+            try:
+                if choice.sharding_type == ShardingType.TABLE_ROW_WISE.value:
+                    used = _one_each(choice, trial, range(len(host)))
+                elif choice.sharding_type == ShardingType.TABLE_COLUMN_WISE.value:
+                    heap = [(total, rank % len(host), rank) for rank, total in zip(host, trial.totals, strict=True)]
+                    heap = [(total, local, rank - host.start) for total, local, rank in heap]
+                    heapq.heapify(heap)
+                    used = _to_least_loaded(choice, trial, heap, float("inf"))
+                else:
+                    raise DoesNotFit
+            except DoesNotFit:
+                continue
+            ranks.take(host, trial)
+            return [host.start + local for local in used]
+        raise DoesNotFit
+
+    def _several_hosts(self, choice: Choice, ranks: Ranks) -> list[int]:
+        """Place one shard per rank on as many consecutive hosts as it takes, in the order of their load."""
+        needed, rest = divmod(choice.count, len(self._hosts[0]))
+        if rest or choice.sharding_type != ShardingType.GRID_SHARD.value:
+            raise DoesNotFit
+        hosts = self._hosts_by_load(ranks)
+        if needed >= len(hosts):
+            windows = [[hosts[i % len(hosts)] for i in range(needed)]]
+        else:
+            windows = [hosts[i : i + needed] for i in range(len(hosts) - needed + 1)]
+        for window in windows:
+            used = list(itertools.chain.from_iterable(window))
+            before = ranks.part_of(used)
+            try:
+                return _one_each(choice, ranks, used)
+            except DoesNotFit:
+                ranks.take(used, before)
+        raise DoesNotFit
+
+
+class MemoryBalanced:
+    """`MemoryBalancedPartitioner` on a topology: of the plans that are hardly slower, the one with least HBM."""
+
+    def __init__(self, space: Space, topology: Any, stock: Any) -> None:
+        self.greedy = Greedy(space, topology, SortBy.PERF, stock._balance_modules)
+        self._choices = space.choices
+        self._hbm = [device.storage.hbm for device in topology.devices]
+        self._tries, self._tolerance = stock._max_search_count, stock._tolerance
+
+    def rate(self, picks: list[int]) -> float:
+        """Return the rating of the plan that it ends with. Raises DoesNotFit."""
+        unlimited = float("inf")
+        assignment, ranks = self.greedy.place(picks, unlimited)
+        best = original = self.greedy.rate(picks, assignment)
+        high = max(hbm - free for hbm, free in zip(self._hbm, ranks.free[0], strict=True))
+        choices = [self._choices[pick] for pick in picks]
+        required = sum(choice.storage[0] for choice in choices)
+        low = max(int(required / self.greedy.world_size), max(choice.weight[0] for choice in choices))
+        close = mb_to_bytes(10)
+        for _ in range(self._tries):
+            if not low + close < high:
+                break
+            middle = (high + low) // 2
+            try:
+                assignment, _ranks = self.greedy.place(picks, unlimited, middle)
+                rating = self.greedy.rate(picks, assignment)
+            except DoesNotFit:
+                low = middle
+                continue
+            if rating > original * (1 + self._tolerance):
+                low = middle
+            else:
+                best, high = rating, middle
+        return best
+
+
+def _checked(topology: Any) -> int:
+    devices = topology.devices
+    if [device.rank for device in devices] != list(range(topology.world_size)):
+        raise Unmodelled("the topology's devices are not ranks 0 to world size - 1 in order")
+    for device in devices:
+        perf, storage = device.perf, device.storage
+        if any((perf.fwd_compute, perf.fwd_comms, perf.bwd_compute, perf.bwd_comms, perf.prefetch_compute)):
+            raise Unmodelled(f"rank {device.rank} of the topology has perf before anything is placed")
+        if any(type(size) is not int or abs(size) >= LARGEST for size in (storage.hbm, storage.ddr, storage.ssd)):
+            raise Unmodelled(f"rank {device.rank} of the topology has the storage {storage}")
+    return len(devices)
+
+
+def _spans(choice: Choice) -> list[tuple[int, int, Run]]:
+    spans, start = [], 0
+    for run in choice.runs:
+        spans.append((start, start + run.count, run))
+        start += run.count
+    return spans
+
+
+def _one_each(choice: Choice, ranks: Ranks, targets: Sequence[int]) -> list[int]:
+    """Place shard i on target i."""
+    if choice.count != len(targets):
+        raise DoesNotFit
+    for start, stop, run in _spans(choice):
+        for target in targets[start:stop]:
+            if not ranks.fits(run, target):
+                raise DoesNotFit
+            ranks.put(run, target)
+    return list(targets)
+
+
+def _to_least_loaded(choice: Choice, ranks: Ranks, heap: list[tuple[float, int, int]], limit: float) -> list[int]:
+    """Place each shard on the least loaded rank that has room. The heap holds (total, local rank, rank)."""
+    used = []
+    for run in choice.runs:
+        for _ in range(run.count):
+            aside = []
+            while heap and not ranks.fits(run, heap[0][2]):
+                aside.append(heapq.heappop(heap))
+            if not heap:
+                raise DoesNotFit
+            _, local, rank = heap[0]
+            total = ranks.put(run, rank)
+            if total > limit:
+                raise TooSlow
+            heapq.heapreplace(heap, (total, local, rank))
+            for entry in aside:
+                heapq.heappush(heap, entry)
+            used.append(rank)
+    return used
+
+
+def _one_shard_per_rank(choice: Choice, ranks: Ranks, heap: list[tuple[float, int, int]]) -> list[int]:
+    """Place each shard on the least loaded rank that has room and no other shard of this table."""
+    if choice.count > len(heap):
+        raise DoesNotFit
+    used: list[int] = []
+    for run in choice.runs:
+        for _ in range(run.count):
+            for entry in sorted(heap):
+                if entry[2] not in used and ranks.fits(run, entry[2]):
+                    break
+            else:
+                raise DoesNotFit
+            total = ranks.put(run, entry[2])
+            heap[heap.index(entry)] = (total, entry[1], entry[2])
+            used.append(entry[2])
+    heapq.heapify(heap)
+    return used
+
+
+__all__ = [
+    "DoesNotFit",
+    "Greedy",
+    "GreedyPerfPartitioner",
+    "MemoryBalanced",
+    "MemoryBalancedPartitioner",
+    "PlannerError",
+    "TooSlow",
+]
