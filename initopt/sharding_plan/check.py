@@ -97,7 +97,8 @@ def check_plan(
     job = _Job(world_size, local_world_size, pod_size, device)
     found = shardable_modules(model, sharders)
     planned = list(planned_tables(plan, found))
-    problems = [*_of_job(job, topology), *_of_names(plan, found, model), *_Sharding(job, planned).problems()]
+    sharding = _Sharding(job, planned)
+    problems = [*_of_job(job, topology), *sharding.of_job(), *_of_names(plan, found, model), *sharding.of_tables()]
     if topology is not None and not problems:
         needs = needs_of_ranks(planned, topology, batch_size=batch_size, constraints=constraints)
         problems += _of_memory(needs, topology)
@@ -137,7 +138,9 @@ def _of_names(plan: ShardingPlan, found: Sequence[Shardable], model: nn.Module) 
             continue
         sharded.add(id(shardable.module))
         if isinstance(module_plan, Mapping):
-            yield from (f"table {t.path!r} is not in the plan" for t in shardable.tables.values() if t.name not in module_plan)
+            yield from (
+                f"table {t.path!r} is not in the plan" for t in shardable.tables.values() if t.name not in module_plan
+            )
             unknown = (name for name in module_plan if name not in shardable.tables)
             yield from (f"table {path_of(path, name)!r} of the plan is not in the model" for name in unknown)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -145,10 +148,10 @@ def _of_names(plan: ShardingPlan, found: Sequence[Shardable], model: nn.Module) 
         if path in paths or (isinstance(module_plan, Mapping) and not module_plan):
             continue
         if path not in modules:
-            yield f"module {path!r} of the plan is not in the model, which has {_quoted(paths)}"
+            yield f"module {path!r} of the plan is not in the model, which has {_modules(paths)}"
         elif isinstance(module_plan, Mapping):
             kind = type(modules[path]).__name__
-            yield f"module {path!r} of the plan is of type {kind}, which no sharder takes; tables are in {_quoted(paths)}"
+            yield f"module {path!r} of the plan is of type {kind}, which no sharder takes; the model has {_modules(paths)}"
 
 
 class _Sharding:
@@ -157,15 +160,18 @@ class _Sharding:
     def __init__(self, job: _Job, planned: Sequence[Planned]) -> None:
         self.job = job
         self.planned = planned
-        self.other_world = _other({one.table.path: one.world_size for one in planned}, job.world_size)
+        highest = max((max(one.ranks, default=0) for one in planned), default=0)
+        told = _other({one.table.path: one.world_size for one in planned}, job.world_size)
+        self.other_world = told if told and highest < told[0] else None
         self.other_group = _other({one.table.path: one.group_size for one in planned}, job.group_size)
 
-    def problems(self) -> Iterator[str]:
+    def of_job(self) -> Iterator[str]:
+        """Whether the plan is for as many ranks and hosts."""
         job = self.job
         beyond = [one for one in self.planned if max(one.ranks, default=0) >= job.world_size]
         if self.other_world:
             made, path = self.other_world
-            yield f"it was made for {made} ranks, this job has {job.world_size} (seen at table {path!r})"
+            yield f"it was made for {_count(made, 'rank')}, this job has {job.world_size} (seen at table {path!r})"
         elif beyond:
             highest = max(max(one.ranks) for one in beyond)
             yield (
@@ -174,9 +180,12 @@ class _Sharding:
             )
         if self.other_group:
             made, path = self.other_group
-            yield f"it was made for {made} ranks a host, this job has {job.group} (seen at table {path!r})"
+            yield f"it was made for {_count(made, 'rank')} a host, this job has {job.group} (seen at table {path!r})"
         else:
             yield from self._wrong_device()
+
+    def of_tables(self) -> Iterator[str]:
+        """What is wrong with single tables, as far as it does not follow from that."""
         for one in self.planned:
             yield from (f"table {one.table.path!r} {problem}" for problem in self._of_table(one))
 
@@ -236,7 +245,11 @@ class _Sharding:
         if one.kernel.endswith("virtual_table") and not one.shardable.says(one.table.name, "use_virtual_table"):
             return f"has the kernel {one.kernel!r}, and its config does not say use_virtual_table"
         needs = "tpu" if one.kernel == "unfused_tpu" else "cuda" if one.kernel in _ON_CUDA_ONLY else device
-        return "" if needs == device or device is None else f"has the kernel {one.kernel!r}, which does not run on {device}"
+        return (
+            ""
+            if needs == device or device is None
+            else f"has the kernel {one.kernel!r}, which does not run on {device}"
+        )
 
     def _wrong_shape(self, one: Planned) -> Iterator[str]:
         rows, dim = one.table.rows, one.table.dim
@@ -376,10 +389,10 @@ def _names(tables: Iterable[Table]) -> str:
     return f"{word} {shown}" + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
-def _quoted(names: Iterable[str]) -> str:
-    known = list(names)
-    shown = ", ".join(repr(name) for name in known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
-    return f"tables in {shown}" if known else "no tables"
+def _modules(paths: Iterable[str]) -> str:
+    known = [repr(path) for path in paths]
+    more = f" and {len(known) - 5} more" if len(known) > 5 else ""
+    return f"tables in {', '.join(known[:5])}{more}" if known else "no tables that a sharder takes"
 
 
 def _listed(values: Sequence[Any]) -> str:

@@ -172,4 +172,5 @@ def handed_over(found: Found) -> Iterator[list[int]]:
         return
     if found.smallest and found.smallest != found.last:
         yield found.smallest
-    yield found.last
+    if found.last:
+        yield found.last
