@@ -113,16 +113,16 @@ def test_devices_tell_of_another_number_of_ranks_a_host() -> None:
     three = model(bags(rows=[10, 10]))
     made = plan(three, "column_wise", on=topology(4, 4))
     assert problems(made) == [
-        "it was made for another LOCAL_WORLD_SIZE: rank 2 has cuda:2 in the plan and cuda:0 in this job, with 2 ranks a "
-        "host (seen at table 'sparse.e.t1')",
+        "it was made for another LOCAL_WORLD_SIZE: rank 2 has cuda:2 in the plan and cuda:0 in this job, with 2 "
+        "ranks a host (seen at table 'sparse.e.t1')",
     ]
 
 
 def test_hosts_that_are_not_full() -> None:
     made = plan(model(), "table_row_wise", on=topology(6, 4))
     assert problems(made, world_size=6, local_world_size=4) == [
-        "it was made for 4 ranks a host, this job has 4, which does not divide 6, so that TorchRec takes all 6 ranks for "
-        "one host (seen at table 'sparse.e.t0')",
+        "it was made for 4 ranks a host, this job has 4, which does not divide 6, so that TorchRec takes all 6 ranks "
+        "for one host (seen at table 'sparse.e.t0')",
     ]
 
 
@@ -310,10 +310,23 @@ def divided(made: ShardingPlan) -> None:
 WRONG: list[tuple[str, Callable[[ShardingPlan], None], str]] = [
     ("table_wise", said(sharding_type="by_moon"), "has the unknown sharding type 'by_moon'"),
     ("table_wise", said(compute_kernel="fast"), "has the unknown kernel 'fast'"),
-    ("table_wise", said(compute_kernel="quant"), "has the kernel 'quant', and EmbeddingBagCollection runs fused, fused_uvm, fused_uvm_caching, key_value, ssd_virtual_table, dram_virtual_table, dram_ssd_virtual_table"),
-    ("table_wise", said(compute_kernel="dram_virtual_table"), "has the kernel 'dram_virtual_table', and its config does not say use_virtual_table"),
+    (
+        "table_wise",
+        said(compute_kernel="quant"),
+        "has the kernel 'quant', and EmbeddingBagCollection runs fused, fused_uvm, fused_uvm_caching, "
+        "key_value, ssd_virtual_table, dram_virtual_table, dram_ssd_virtual_table",
+    ),
+    (
+        "table_wise",
+        said(compute_kernel="dram_virtual_table"),
+        "has the kernel 'dram_virtual_table', and its config does not say use_virtual_table",
+    ),
     ("table_wise", said(compute_kernel="unfused_tpu"), "has the kernel 'unfused_tpu', which does not run on cuda"),
-    ("data_parallel", said(compute_kernel="fused"), "is data_parallel with the kernel 'fused', and data_parallel runs 'dense' only"),
+    (
+        "data_parallel",
+        said(compute_kernel="fused"),
+        "is data_parallel with the kernel 'fused', and data_parallel runs 'dense' only",
+    ),
     ("table_wise", said(sharding_spec=None), "is table_wise and has no shards: its sharding_spec is NoneType"),
     ("table_wise", said(ranks=None), "is table_wise and has no `ranks`"),
     ("table_wise", said(ranks=[1]), "has rank 1 in `ranks` for a shard that is placed on rank 0"),
@@ -325,22 +338,61 @@ WRONG: list[tuple[str, Callable[[ShardingPlan], None], str]] = [
     ("row_wise", one_less, "has 9 rows x 8 in the plan and 10 rows x 8 in the model"),
     ("row_wise", resize((0, 3), (3, 2), (6, 3), (9, 1)), "has rows 5 to 5 in no shard"),
     ("row_wise", resize((0, 3), (2, 3), (6, 3), (9, 1)), "has rows 2 to 2 in two shards"),
-    ("row_wise", resize((0, 1), (1, 4), (5, 5), (10, 0)), "is row_wise with 1, 4, 5, 0 rows on ranks 0 to 3, and TorchRec looks up 3 rows on each: other rows would be read"),
+    (
+        "row_wise",
+        resize((0, 1), (1, 4), (5, 5), (10, 0)),
+        "is row_wise with 1, 4, 5, 0 rows on ranks 0 to 3, and TorchRec looks up 3 rows on each: other rows "
+        "would be read",
+    ),
     ("row_wise", swapped, "is row_wise on ranks 1, 0, 2, 3, and its shards, in this order, belong on ranks 0 to 3"),
-    ("row_wise", resize((3, 3), (0, 3), (6, 3), (9, 1)), "is row_wise with shards from rows 3, 0, 6, 9 on ranks 0 to 3: they must be in order"),
-    ("row_wise", place(1, 0, 2, 3), "is row_wise on ranks 1, 0, 2, 3, and its shards, in this order, belong on ranks 0 to 3"),
-    ("table_row_wise", resize((0, 1), (1, 9)), "is table_row_wise with 1, 9 rows on ranks 0 to 1, and TorchRec looks up 5 rows on each: other rows would be read"),
-    ("table_row_wise", place(1, 2), "is table_row_wise on ranks 1, 2, and its shards, in this order, belong on ranks 0 to 1"),
-    ("table_row_wise", place(1, 0), "is table_row_wise on ranks 1, 0, and its shards, in this order, belong on ranks 0 to 1"),
-    ("grid_shard", place(1, 0, 3, 2), "is grid_shard with shards from rows 5, 0 on ranks 0 to 1: they must be in order"),
-    ("grid_shard", place(0, 2, 1, 3), "is grid_shard on ranks 0, 2, and its shards, in this order, belong on ranks 0 to 1"),
+    (
+        "row_wise",
+        resize((3, 3), (0, 3), (6, 3), (9, 1)),
+        "is row_wise with shards from rows 3, 0, 6, 9 on ranks 0 to 3: they must be in order",
+    ),
+    (
+        "row_wise",
+        place(1, 0, 2, 3),
+        "is row_wise on ranks 1, 0, 2, 3, and its shards, in this order, belong on ranks 0 to 3",
+    ),
+    (
+        "table_row_wise",
+        resize((0, 1), (1, 9)),
+        "is table_row_wise with 1, 9 rows on ranks 0 to 1, and TorchRec looks up 5 rows on each: other rows "
+        "would be read",
+    ),
+    (
+        "table_row_wise",
+        place(1, 2),
+        "is table_row_wise on ranks 1, 2, and its shards, in this order, belong on ranks 0 to 1",
+    ),
+    (
+        "table_row_wise",
+        place(1, 0),
+        "is table_row_wise on ranks 1, 0, and its shards, in this order, belong on ranks 0 to 1",
+    ),
+    (
+        "grid_shard",
+        place(1, 0, 3, 2),
+        "is grid_shard with shards from rows 5, 0 on ranks 0 to 1: they must be in order",
+    ),
+    (
+        "grid_shard",
+        place(0, 2, 1, 3),
+        "is grid_shard on ranks 0, 2, and its shards, in this order, belong on ranks 0 to 1",
+    ),
     ("column_wise", one_less, "has 10 rows x 4 in the plan and 10 rows x 8 in the model"),
     ("column_wise", said(ranks=[0]), "has 1 rank in `ranks` for 2 shards"),
     ("column_wise", said(ranks=None), "is column_wise and has no `ranks`"),
     ("column_wise", widths((0, 4), (0, 8)), "has columns 0 to 3 in two shards"),
-    ("column_wise", widths((0, 3), (3, 5)), "is 3 wide in one shard, and the kernel 'fused' needs a multiple of 4: change its embedding_dim or min_partition"),
+    (
+        "column_wise",
+        widths((0, 3), (3, 5)),
+        "is 3 wide in one shard, and the kernel 'fused' needs a multiple of 4: change its embedding_dim or "
+        "min_partition",
+    ),
     ("column_wise", said(sharding_type="table_row_wise"), "is table_row_wise, and its shards divide the columns"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "change", "problem"), WRONG)

@@ -85,8 +85,8 @@ def check_plan(
     """Return if DistributedModelParallel can shard `model` by `plan` in this job.
 
     `local_world_size` is the launcher's LOCAL_WORLD_SIZE, None where it set none. `pod_size` is the number of hosts a
-    pod that DistributedModelParallel will read from TORCHREC_RESOLVED_POD_SIZE. With `device`, the type of the trainer's
-    device, placements and kernels are checked for it. `sharders` are those of DistributedModelParallel (default:
+    pod that DistributedModelParallel will read from TORCHREC_RESOLVED_POD_SIZE. With `device`, the type of the
+    trainer's device, placements and kernels are checked for it. `sharders` are those of DistributedModelParallel (default:
     TorchRec's).
 
     With `topology` the memory of each rank is compared with the planner's estimate for the plan, which needs the
@@ -110,8 +110,8 @@ def _of_job(job: _Job, topology: Topology | None) -> Iterator[str]:
     if job.local_world_size is None:
         taken = 8 if job.world_size % 8 == 0 else job.world_size
         yield (
-            f"LOCAL_WORLD_SIZE is not set, and TorchRec would take {taken} ranks for one host: set it to the ranks of a "
-            "host, as torchrun does"
+            f"LOCAL_WORLD_SIZE is not set, and TorchRec would take {taken} ranks for one host: set it to the ranks of "
+            "a host, as torchrun does"
         )
     if job.world_size % job.group_size:
         yield (
@@ -151,7 +151,8 @@ def _of_names(plan: ShardingPlan, found: Sequence[Shardable], model: nn.Module) 
             yield f"module {path!r} of the plan is not in the model, which has {_modules(paths)}"
         elif isinstance(module_plan, Mapping):
             kind = type(modules[path]).__name__
-            yield f"module {path!r} of the plan is of type {kind}, which no sharder takes; the model has {_modules(paths)}"
+            has = _modules(paths)
+            yield f"module {path!r} of the plan is of type {kind}, which no sharder takes; the model has {has}"
 
 
 class _Sharding:

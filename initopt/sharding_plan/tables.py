@@ -5,6 +5,7 @@ It knows what is there, not how it is sharded (see `planned`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,16 +95,11 @@ def _shardable(path: str, module: nn.Module, sharder: Any, parameters: Mapping[s
 
 def _configs(module: nn.Module) -> Iterable[Any]:
     # Managed collisions and feature processors hold the collection inside themselves.
-    for inner in module.modules():
-        for method in ("embedding_bag_configs", "embedding_configs"):
-            if callable(getattr(inner, method, None)):
-                configs: Iterable[Any] = getattr(inner, method)()
-                return configs
-    return ()
+    inner = itertools.product(module.modules(), ("embedding_bag_configs", "embedding_configs"))
+    found: Iterable[Any] = next((getattr(one, name)() for one, name in inner if callable(getattr(one, name, None))), ())
+    return found
 
 
 def _with_buckets(module: nn.Module) -> frozenset[str]:
-    for inner in module.modules():
-        if callable(getattr(inner, "table_to_number_buckets", None)):
-            return frozenset(inner.table_to_number_buckets())
-    return frozenset()
+    inner = (getattr(one, "table_to_number_buckets", None) for one in module.modules())
+    return frozenset(name for buckets in inner if callable(buckets) for name in buckets())
