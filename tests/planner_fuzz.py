@@ -4,8 +4,8 @@
 
 A configuration is made from its seed alone, so `--first SEED --configurations 1` makes a single one again. What is
 compared: every field of every ParameterSharding in the plan's order, or the type and text of the error; the options
-that were selected with all shards, the number of proposals, and TorchRec's own hash of the planner's inputs. The address
-of an object in an error text is masked.
+that were selected with all shards, the number of proposals, and TorchRec's own hash of the planner's inputs. The
+address of an object in an error text is masked.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
-from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 
 from initopt.sharding_plan import Account, account, make_fast
 
@@ -353,6 +357,8 @@ class _Maker:
             made["ssd_cap"] = int(draw.choice([0, self.bytes * 2 / self.ranks, 2**42]))
         if self.some(0.2) and self.ranks >= 2 * self.local:
             made["pod_size"] = draw.choice([n for n in (1, 2, 4) if n * self.local <= self.ranks])
+        if self.some(0.02):
+            made["pod_size"] = self.ranks
         if self.some(0.15):
             made |= {"intra_host_bw": 450.0 * GB / 1000, "inter_host_bw": 25.0 * GB / 1000}
         if self.some(0.1):
@@ -616,8 +622,8 @@ def main() -> int:
             times = f"{each.stock.seconds:.2f} s / {each.fast.seconds:.2f} s"
             print(f"seed {each.seed}: equal, {outcome}, {times} {[p.reason for p in parts] or ''}", flush=True)
     print(
-        f"{plans + errors} configurations: {plans} plans, {errors} errors, {len(different)} different {different or ''}; "
-        f"searched by TorchRec: {fallen}; CPU seconds: stock {seconds[0]:.0f}, fast {seconds[1]:.0f}"
+        f"{plans + errors} configurations: {plans} plans, {errors} errors, {len(different)} different "
+        f"{different or ''}; searched by TorchRec: {fallen}; CPU seconds: stock {seconds[0]:.0f}, fast {seconds[1]:.0f}"
     )
     return bool(different)
 

@@ -8,14 +8,15 @@ them as it is.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 from torchrec.distributed.planner import enumerators, shard_estimators
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator import estimator as perf_estimators
-from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
+from torchrec.distributed.planner.estimator.types import HardwarePerfConfig, ShardPerfContext
 
 from initopt.sharding_plan.options import Layout, LazyOption, compact
 
@@ -76,7 +77,7 @@ def enumerates_as_expected() -> bool:
     return (
         isinstance(function, types.FunctionType)
         and not function.__code__.co_freevars
-        and _REPLACED <= set(_names(function.__code__))
+        and _REPLACED.issubset(_names(function.__code__))
     )
 
 
@@ -86,7 +87,7 @@ def _names(code: types.CodeType) -> list[str]:
 
 
 def _lazily(enumerator: FastEnumerator, module: Any, sharders: list[Any]) -> Any:
-    """Run TorchRec's own `enumerate` with three other names in its sight; TorchRec itself is not changed."""
+    """Run TorchRec's own `enumerate` so that it makes lazy options."""
     layouts: dict[tuple[Any, ...], Layout] = {}
     cut = enumerators.calculate_shard_sizes_and_offsets
 
@@ -103,7 +104,7 @@ def _lazily(enumerator: FastEnumerator, module: Any, sharders: list[Any]) -> Any
         "Shard": lambda size, offset: size,
         "calculate_shard_sizes_and_offsets": layout,
     }
-    return types.FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__)(enumerator, module, sharders)
+    return _with_names(stock, names)(enumerator, module, sharders)
 
 
 class Unknown(Exception):
@@ -127,15 +128,54 @@ def terse(estimator: Any) -> Any:
     config = type(estimator._config)
     if config.post_process_perfs is not HardwarePerfConfig.post_process_perfs:
         raise Unknown(f"{config.__name__} adjusts the shards of an option together")
-    twin = copy.copy(estimator)
-    twin._config = _without_search(estimator._config)
-    return twin
+    return _Terse(estimator)
 
 
-def _without_search(config: Any) -> Any:
-    """Return the config as one whose `dir` has only its own callables.
+class _Terse:
+    """TorchRec's perf estimator with the answers kept that it asks for again and again."""
 
-    The evaluators search the whole `dir` for annotated methods, fourteen times for every shard.
+    def __init__(self, stock: Any) -> None:
+        self._estimator = copy.copy(stock)
+        self._estimator._config = _terse_config(stock._config)
+
+    def estimate(self, sharding_options: list[Any], sharder_data_map: Any) -> None:
+        function: Any = inspect.unwrap(perf_estimators.EmbeddingPerfEstimator.estimate)
+        names = {**vars(perf_estimators), "ShardPerfContext": _Context}
+        _with_names(function, names)(self._estimator, sharding_options, sharder_data_map)
+
+
+class _Once:
+    """An attribute that is computed by a property of TorchRec's at the first look, and stays."""
+
+    def __init__(self, stock: property) -> None:
+        self._compute = stock.fget
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        assert self._compute is not None
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
+
+
+class _Context(ShardPerfContext):  # type: ignore[misc]
+    """A context that adds up its inputs and outputs once; the evaluators ask a dozen times."""
+
+    batch_inputs = _Once(ShardPerfContext.batch_inputs)
+    batch_outputs = _Once(ShardPerfContext.batch_outputs)
+
+
+def _with_names(stock: Any, names: dict[str, Any]) -> Any:
+    """Return a function of TorchRec's with other names in its sight; TorchRec itself is not changed."""
+    return types.FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__)
+
+
+def _terse_config(config: Any) -> Any:
+    """Return a config that answers like this one.
+
+    The evaluators search the whole `dir` for annotated methods, fourteen times for every shard: here it has the
+    callables only that are not TorchRec's. And they look up coefficients and bandwidths, which only depend on kernels.
     """
     kind = type(config)
 
@@ -143,7 +183,15 @@ def _without_search(config: Any) -> Any:
         return getattr(kind, name, None) is not getattr(HardwarePerfConfig, name, None) or name in vars(config)
 
     names = [name for name in dir(config) if not name.startswith("_") and own(name) and callable(getattr(config, name))]
-    listing: Callable[[Any], list[str]] = lambda _: names  # noqa: E731
+    members: dict[str, Any] = {
+        "__dir__": lambda _: names,
+        "__module__": kind.__module__,
+        "__reduce__": lambda _: (_terse_config, (config,)),
+    }
+    if not names:
+        for name in ("get_coefficients_for_sharding", "get_device_bw"):
+            members[name] = functools.lru_cache(maxsize=None)(getattr(config, name))
+            members[name] = staticmethod(members[name])
     twin = copy.copy(config)
-    twin.__class__ = type(kind.__name__, (kind,), {"__dir__": listing, "__module__": kind.__module__})
+    twin.__class__ = type(kind.__name__, (kind,), members)
     return twin

@@ -195,12 +195,14 @@ class SearchProposer(Proposer):  # type: ignore[misc]
                 if self._driven + 1 == len(self.proposers):
                     return None
                 self._driven += 1
-            return list(proposal)
+            return proposal  # type: ignore[no-any-return]
         if self._queue:
             return self._queue[0][0]
         if self._found is not None:
             counts = self._found.counts
             self._planner._num_proposals, self._planner._num_plans = counts.proposals, counts.placed
+        # The numbers are as large as the search space.
+        self._space, self._sources, self._inputs = None, [], ([], None)
         return None
 
     def feedback(

@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 import numpy
-from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Storage
+from torchrec.distributed.planner.types import Shard, ShardingOption, Storage
 
 Run = tuple[Any, Any, int]
 """Consecutive shards with the same estimates: their `Perf`, their `Storage`, their number."""
@@ -148,19 +148,15 @@ def runs(option: Any) -> Iterator[Run]:
             shard = option._kinds[kind]
             yield shard.perf, shard.storage, count
         return
-    for _, same in itertools.groupby(option.shards, key=lambda shard: (id(shard.perf), id(shard.storage))):
-        shards = list(same)
-        yield shards[0].perf, shards[0].storage, len(shards)
+    for (perf, storage), same in itertools.groupby(option.shards, key=lambda shard: (shard.perf, shard.storage)):
+        yield perf, storage, sum(1 for _ in same)
 
 
 def plain(option: Any) -> Any:
-    """Return an ordinary option with shards of its own and no ranks. One that is ordinary already is returned itself."""
+    """Return an ordinary option with shards of its own and no ranks; itself if it is ordinary already."""
     if not isinstance(option, LazyOption):
         return option
     twin = ShardingOption.__new__(ShardingOption)
     twin.__dict__.update((name, value) for name, value in option.__dict__.items() if name not in _OURS)
     twin.shards = option._layout.shards(option._kinds) if option.lazy and option._layout else option.shards
     return twin
-
-
-__all__ = ["Layout", "LazyOption", "Perf", "Run", "compact", "plain", "runs"]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
-from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
-from torchrec.distributed.planner.types import PartitionByType, PlannerError
+from torchrec.distributed.planner.partitioners import SortBy
+from torchrec.distributed.planner.types import PartitionByType
 from torchrec.distributed.planner.utils import mb_to_bytes
 from torchrec.distributed.types import ShardingType
 
@@ -27,6 +28,9 @@ A rating is a float sum of at most some ten thousand terms per rank, so two orde
 
 _CHECKPOINT = 32
 """So many uniform options lie between two stored states; all of them would take gigabytes for thousands of tables."""
+
+
+_Number = TypeVar("_Number", int, float)
 
 
 class DoesNotFit(Exception):
@@ -56,9 +60,16 @@ class Ranks:
 
     def take(self, ranks: Sequence[int], other: Ranks) -> None:
         """Set these ranks to the state of `other`, which has one entry for each."""
-        for mine, theirs in zip((*self.parts, *self.free, self.totals), (*other.parts, *other.free, other.totals)):
-            for rank, value in zip(ranks, theirs, strict=True):
-                mine[rank] = value
+        self._take(self.totals, ranks, other.totals)
+        for mine, theirs in zip(self.parts, other.parts, strict=True):
+            self._take(mine, ranks, theirs)
+        for room, left in zip(self.free, other.free, strict=True):
+            self._take(room, ranks, left)
+
+    @staticmethod
+    def _take(mine: list[_Number], ranks: Sequence[int], theirs: list[_Number]) -> None:
+        for rank, value in zip(ranks, theirs, strict=True):
+            mine[rank] = value
 
     def fits(self, run: Run, rank: int) -> bool:
         """Whether a shard of the run fits on the rank."""
@@ -99,6 +110,7 @@ class Greedy:
         grid = PartitionByType.MULTI_HOST.value
         if not self._hosts and any(choice.partition_by == grid for choice in self._choices):
             raise Unmodelled("grid sharding on less than one host")
+        self._columns: dict[int, list[tuple[slice, Any, Any]]] = {}
         # The states after the first 0, 32, 64, ... uniform options of the last proposal.
         self._before: list[int] = []
         self._states = [(numpy.zeros((5, self.world_size)), numpy.zeros((3, self.world_size), dtype=numpy.int64))]
@@ -121,26 +133,32 @@ class Greedy:
         if max(ranks.totals) > limit:
             raise TooSlow
         assignment: Assignment = {}
-        heap: list[tuple[float, int, int]] | None = None
+        hosts = _Hosts(self._hosts, ranks)
+        heap: list[tuple[float, int, int]] = []
         for pick in self._in_order(picks):
             choice = choices[pick]
-            if choice.partition_by == PartitionByType.DEVICE.value:
-                if heap is None:
+            if choice.partition_by == _DEVICE:
+                if not heap:
                     heap = [(total, rank % self._local_size, rank) for rank, total in enumerate(ranks.totals)]
                     heapq.heapify(heap)
                 if choice.spread_by_column:
-                    assignment[pick] = _one_shard_per_rank(choice, ranks, heap)
+                    used = _one_shard_per_rank(choice, ranks, self._local_size)
+                    heap = []
                 else:
-                    assignment[pick] = _to_least_loaded(choice, ranks, heap, limit)
-                continue
-            if choice.partition_by == PartitionByType.HOST.value:
-                used = self._one_host(choice, ranks)
+                    used = _to_least_loaded(choice, ranks, heap, limit)
             else:
-                used = self._several_hosts(choice, ranks)
-            heap = None
+                used = (
+                    _on_one_host(choice, ranks, hosts)
+                    if choice.partition_by == _HOST
+                    else _on_hosts(choice, ranks, hosts)
+                )
+                # An entry with an old total is left behind; it is recognized when it comes up.
+                for rank in used if heap else ():
+                    heapq.heappush(heap, (ranks.totals[rank], rank % self._local_size, rank))
+                if max(ranks.totals[rank] for rank in used) > limit:
+                    raise TooSlow
+            hosts.changed(used)
             assignment[pick] = used
-            if max(ranks.totals[rank] for rank in used) > limit:
-                raise TooSlow
         return assignment, ranks
 
     def rate(self, picks: list[int], assignment: Assignment) -> float:
@@ -152,7 +170,7 @@ class Greedy:
                 for start, stop, run in _spans(choice):
                     sums[start:stop] += run.total
             else:
-                shards = itertools.chain.from_iterable(itertools.repeat(run.total, run.count) for run in choice.runs)
+                shards = itertools.chain.from_iterable(itertools.repeat(run.total, run.shards) for run in choice.runs)
                 for rank, total in zip(assignment[pick], shards, strict=True):
                     sums[rank] += total
         return float(sums.max())
@@ -167,13 +185,12 @@ class Greedy:
         self._before = uniform
         parts, used = (array.copy() for array in self._states[stored])
         for done, pick in enumerate(uniform[stored * _CHECKPOINT :], stored * _CHECKPOINT + 1):
-            choice = self._choices[pick]
-            if choice.count != self.world_size:
+            if self._choices[pick].shards != self.world_size:
                 self._before = uniform[: done - 1]
                 raise DoesNotFit
-            for start, stop, run in _spans(choice):
-                parts[:, start:stop] += numpy.array(run.parts)[:, None]
-                used[:, start:stop] += numpy.array(run.storage)[:, None]
+            for ranks, more_parts, more_used in self._columns_of(pick):
+                parts[:, ranks] += more_parts
+                used[:, ranks] += more_used
             if done % _CHECKPOINT == 0:
                 self._states.append((parts.copy(), used.copy()))
         free = numpy.array(self._capacity)
@@ -184,6 +201,14 @@ class Greedy:
         if uniform and free.min() < 0:
             raise DoesNotFit
         return Ranks(parts.tolist(), free.tolist())
+
+    def _columns_of(self, pick: int) -> list[tuple[slice, Any, Any]]:
+        if pick not in self._columns:
+            self._columns[pick] = [
+                (slice(start, stop), numpy.array(run.parts)[:, None], numpy.array(run.storage)[:, None])
+                for start, stop, run in _spans(self._choices[pick])
+            ]
+        return self._columns[pick]
 
     def _in_order(self, picks: list[int]) -> list[int]:
         """The options that are not uniform, largest first; of equal ones the one proposed first."""
@@ -200,56 +225,77 @@ class Greedy:
             others.sort(key=lambda pick: -tables[choices[pick].path], reverse=True)
         return others
 
-    def _hosts_by_load(self, ranks: Ranks) -> list[range]:
-        loads = []
-        for host in self._hosts:
-            load: float = 0
-            for total in ranks.totals[host.start : host.stop]:
-                load += total
-            loads.append(load)
-        return [self._hosts[i] for i in sorted(range(len(loads)), key=loads.__getitem__)]
 
-    def _one_host(self, choice: Choice, ranks: Ranks) -> list[int]:
-        """Place all shards on the least loaded host that takes them."""
-        for host in self._hosts_by_load(ranks):
-            room = [sum(free[host.start : host.stop]) for free in ranks.free]
-            if any(needed > there for needed, there in zip(choice.storage, room, strict=True)):
-                continue
-            trial = ranks.part_of(host)
-            try:
-                if choice.sharding_type == ShardingType.TABLE_ROW_WISE.value:
-                    used = _one_each(choice, trial, range(len(host)))
-                elif choice.sharding_type == ShardingType.TABLE_COLUMN_WISE.value:
-                    heap = [(total, rank % len(host), rank) for rank, total in zip(host, trial.totals, strict=True)]
-                    heap = [(total, local, rank - host.start) for total, local, rank in heap]
-                    heapq.heapify(heap)
-                    used = _to_least_loaded(choice, trial, heap, float("inf"))
-                else:
-                    raise DoesNotFit
-            except DoesNotFit:
-                continue
-            ranks.take(host, trial)
-            return [host.start + local for local in used]
-        raise DoesNotFit
+class _Hosts:
+    """The hosts in the order of their load: the sum of the totals of their ranks, added in the order of ranks."""
 
-    def _several_hosts(self, choice: Choice, ranks: Ranks) -> list[int]:
-        """Place one shard per rank on as many consecutive hosts as it takes, in the order of their load."""
-        needed, rest = divmod(choice.count, len(self._hosts[0]))
-        if rest or choice.sharding_type != ShardingType.GRID_SHARD.value:
-            raise DoesNotFit
-        hosts = self._hosts_by_load(ranks)
-        if needed >= len(hosts):
-            windows = [[hosts[i % len(hosts)] for i in range(needed)]]
-        else:
-            windows = [hosts[i : i + needed] for i in range(len(hosts) - needed + 1)]
-        for window in windows:
-            used = list(itertools.chain.from_iterable(window))
-            before = ranks.part_of(used)
-            try:
-                return _one_each(choice, ranks, used)
-            except DoesNotFit:
-                ranks.take(used, before)
+    def __init__(self, hosts: list[range], ranks: Ranks) -> None:
+        self._hosts, self._totals = hosts, ranks.totals
+        self._loads = [0.0] * len(hosts)
+        self._stale = set(range(len(hosts)))
+
+    def changed(self, ranks: list[int]) -> None:
+        """Note that these ranks hold something more."""
+        if self._hosts:
+            size = len(self._hosts[0])
+            self._stale.update(rank // size for rank in ranks)
+
+    def by_load(self) -> list[range]:
+        """Return them, the least loaded first; of equal ones the first."""
+        for host in self._stale:
+            # Ranks beyond the last whole host belong to none.
+            if host < len(self._hosts):
+                load: float = 0
+                for total in self._totals[self._hosts[host].start : self._hosts[host].stop]:
+                    load += total
+                self._loads[host] = load
+        self._stale.clear()
+        return [self._hosts[i] for i in sorted(range(len(self._loads)), key=self._loads.__getitem__)]
+
+
+def _on_one_host(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
+    """Place all shards on the least loaded host that takes them."""
+    for host in hosts.by_load():
+        room = [sum(free[host.start : host.stop]) for free in ranks.free]
+        if any(needed > there for needed, there in zip(choice.storage, room, strict=True)):
+            continue
+        trial = ranks.part_of(host)
+        try:
+            if choice.sharding_type == _TABLE_ROW_WISE:
+                used = _one_each(choice, trial, range(len(host)))
+            elif choice.sharding_type == _TABLE_COLUMN_WISE:
+                heap = [
+                    (total, rank % len(host), rank - host.start) for total, rank in zip(trial.totals, host, strict=True)
+                ]
+                heapq.heapify(heap)
+                used = _to_least_loaded(choice, trial, heap, math.inf)
+            else:
+                raise DoesNotFit
+        except DoesNotFit:
+            continue
+        ranks.take(host, trial)
+        return [host.start + local for local in used]
+    raise DoesNotFit
+
+
+def _on_hosts(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
+    """Place one shard per rank on as many hosts as it takes, consecutive in the order of their load."""
+    order = hosts.by_load()
+    needed, rest = divmod(choice.shards, len(order[0]))
+    if rest or choice.sharding_type != _GRID_SHARD:
         raise DoesNotFit
+    if needed >= len(order):
+        windows = [[order[i % len(order)] for i in range(needed)]]
+    else:
+        windows = [order[i : i + needed] for i in range(len(order) - needed + 1)]
+    for window in windows:
+        used = list(itertools.chain.from_iterable(window))
+        before = ranks.part_of(used)
+        try:
+            return _one_each(choice, ranks, used)
+        except DoesNotFit:
+            ranks.take(used, before)
+    raise DoesNotFit
 
 
 class MemoryBalanced:
@@ -263,7 +309,7 @@ class MemoryBalanced:
 
     def rate(self, picks: list[int]) -> float:
         """Return the rating of the plan that it ends with. Raises DoesNotFit."""
-        unlimited = float("inf")
+        unlimited = math.inf
         assignment, ranks = self.greedy.place(picks, unlimited)
         best = original = self.greedy.rate(picks, assignment)
         high = max(hbm - free for hbm, free in zip(self._hbm, ranks.free[0], strict=True))
@@ -304,14 +350,14 @@ def _checked(topology: Any) -> int:
 def _spans(choice: Choice) -> list[tuple[int, int, Run]]:
     spans, start = [], 0
     for run in choice.runs:
-        spans.append((start, start + run.count, run))
-        start += run.count
+        spans.append((start, start + run.shards, run))
+        start += run.shards
     return spans
 
 
 def _one_each(choice: Choice, ranks: Ranks, targets: Sequence[int]) -> list[int]:
     """Place shard i on target i."""
-    if choice.count != len(targets):
+    if choice.shards != len(targets):
         raise DoesNotFit
     for start, stop, run in _spans(choice):
         for target in targets[start:stop]:
@@ -323,15 +369,20 @@ def _one_each(choice: Choice, ranks: Ranks, targets: Sequence[int]) -> list[int]
 
 def _to_least_loaded(choice: Choice, ranks: Ranks, heap: list[tuple[float, int, int]], limit: float) -> list[int]:
     """Place each shard on the least loaded rank that has room. The heap holds (total, local rank, rank)."""
-    used = []
+    used, totals = [], ranks.totals
     for run in choice.runs:
-        for _ in range(run.count):
+        for _ in range(run.shards):
             aside = []
-            while heap and not ranks.fits(run, heap[0][2]):
-                aside.append(heapq.heappop(heap))
+            while heap:
+                total, local, rank = heap[0]
+                if total != totals[rank]:
+                    heapq.heappop(heap)
+                elif ranks.fits(run, rank):
+                    break
+                else:
+                    aside.append(heapq.heappop(heap))
             if not heap:
                 raise DoesNotFit
-            _, local, rank = heap[0]
             total = ranks.put(run, rank)
             if total > limit:
                 raise TooSlow
@@ -342,31 +393,22 @@ def _to_least_loaded(choice: Choice, ranks: Ranks, heap: list[tuple[float, int, 
     return used
 
 
-def _one_shard_per_rank(choice: Choice, ranks: Ranks, heap: list[tuple[float, int, int]]) -> list[int]:
+def _one_shard_per_rank(choice: Choice, ranks: Ranks, local_size: int) -> list[int]:
     """Place each shard on the least loaded rank that has room and no other shard of this table."""
-    if choice.count > len(heap):
-        raise DoesNotFit
     used: list[int] = []
     for run in choice.runs:
-        for _ in range(run.count):
-            for entry in sorted(heap):
-                if entry[2] not in used and ranks.fits(run, entry[2]):
+        for _ in range(run.shards):
+            left = set(range(len(ranks.totals))).difference(used)
+            for rank in sorted(left, key=lambda rank: (ranks.totals[rank], rank % local_size, rank)):
+                if ranks.fits(run, rank):
                     break
             else:
                 raise DoesNotFit
-            total = ranks.put(run, entry[2])
-            heap[heap.index(entry)] = (total, entry[1], entry[2])
-            used.append(entry[2])
-    heapq.heapify(heap)
+            ranks.put(run, rank)
+            used.append(rank)
     return used
 
 
-__all__ = [
-    "DoesNotFit",
-    "Greedy",
-    "GreedyPerfPartitioner",
-    "MemoryBalanced",
-    "MemoryBalancedPartitioner",
-    "PlannerError",
-    "TooSlow",
-]
+_DEVICE, _HOST = PartitionByType.DEVICE.value, PartitionByType.HOST.value
+_TABLE_ROW_WISE, _TABLE_COLUMN_WISE = ShardingType.TABLE_ROW_WISE.value, ShardingType.TABLE_COLUMN_WISE.value
+_GRID_SHARD = ShardingType.GRID_SHARD.value

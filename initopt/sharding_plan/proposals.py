@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
 
@@ -33,8 +33,7 @@ class Outcome:
         return self.rating is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """One option per table. Equal keys are equal sets of options.
 
     In units of perf: `total` of all shards, `largest` shard that is not uniform, `floor` that uniform options put on

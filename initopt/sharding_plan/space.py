@@ -6,11 +6,9 @@ path are exact and order means nothing. Perf that enters a rating stays a float 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrec.distributed.planner.types import PartitionByType, Perf, Storage
 from torchrec.distributed.types import ShardingType
@@ -31,8 +29,7 @@ class Unmodelled(Exception):
     """The arrays can't stand for this input: TorchRec's own search has to run. Its text is the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive equal shards.
 
     `parts` are what a device adds up: forward compute, backward compute, forward comms, backward comms, prefetch.
@@ -41,20 +38,21 @@ class Run:
     parts: tuple[float, float, float, float, float]
     total: float
     storage: Bytes
-    count: int
+    shards: int
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """An option as numbers. The scores are those by which the proposers sort; storage is the sum of all shards."""
 
     option: Any
+    uniform: bool
+    """Whether shard i goes to rank i."""
     table: str
     path: str
     partition_by: str
     sharding_type: str
     runs: tuple[Run, ...]
-    count: int
+    shards: int
     storage: Bytes
     perf: float
     deepest: float
@@ -65,11 +63,6 @@ class Choice:
     floor: int
     spread_by_column: bool
 
-    @property
-    def uniform(self) -> bool:
-        """Whether shard i goes to rank i."""
-        return self.partition_by == PartitionByType.UNIFORM.value
-
 
 def score(choice: Choice, use_depth: bool) -> float:
     """Return the perf by which a proposer sorts: of the slowest shard, or of all."""
@@ -77,7 +70,7 @@ def score(choice: Choice, use_depth: bool) -> float:
         return choice.deepest
     totals: list[float] = []
     for run in choice.runs:
-        totals += [run.total] * run.count
+        totals += [run.total] * run.shards
     # The builtin, as TorchRec calls it: from Python 3.12 on it rounds otherwise than a loop.
     return sum(totals)
 
@@ -116,60 +109,66 @@ class Space:
 
 
 def _choice(option: Any, mark: int) -> Choice:
+    table, partition_by = option.fqn, option.partition_by
     if option.dependency is not None:
-        raise Unmodelled(f"{option.fqn} is part of an embedding tower")
-    if option.partition_by not in _PARTITIONS:
-        raise Unmodelled(f"{option.fqn} is partitioned by {option.partition_by!r}")
-    pieces = tuple(_run(*run, option) for run in runs(option))
+        raise Unmodelled(f"{table} is part of an embedding tower")
+    if partition_by not in _PARTITIONS:
+        raise Unmodelled(f"{table} is partitioned by {partition_by!r}")
+    pieces = [_run(perf, storage, count, table) for perf, storage, count in runs(option)]
     if not pieces:
-        raise Unmodelled(f"{option.fqn} has an option without shards")
-    hbm = sum(run.storage[0] * run.count for run in pieces)
-    ddr = sum(run.storage[1] * run.count for run in pieces)
-    ssd = sum(run.storage[2] * run.count for run in pieces)
-    units = [int(run.total * UNIT) for run in pieces]
-    uniform = option.partition_by == PartitionByType.UNIFORM.value
-    perf: float = 0
-    # Only options that a partitioner sorts have use for it.
-    for run in () if uniform else pieces:
-        for _ in range(run.count):
+        raise Unmodelled(f"{table} has an option without shards")
+    uniform = partition_by == _UNIFORM
+    shards = hbm = ddr = ssd = most_hbm = most_ddr = total = 0
+    perf = deepest = 0.0
+    units = []
+    for run in pieces:
+        each = run.storage
+        shards += run.shards
+        hbm, ddr, ssd = hbm + each[0] * run.shards, ddr + each[1] * run.shards, ssd + each[2] * run.shards
+        most_hbm, most_ddr, deepest = max(most_hbm, each[0]), max(most_ddr, each[1]), max(deepest, run.total)
+        units.append(int(run.total * UNIT))
+        total += units[-1] * run.shards
+        # Only options that a partitioner sorts have use for it.
+        for _ in range(0 if uniform else run.shards):
             perf += run.total
     return Choice(
         option=option,
-        table=option.fqn,
+        uniform=uniform,
+        table=table,
         path=option.path,
-        partition_by=option.partition_by,
+        partition_by=partition_by,
         sharding_type=option.sharding_type,
-        runs=pieces,
-        count=sum(run.count for run in pieces),
+        runs=tuple(pieces),
+        shards=shards,
         storage=(hbm, ddr, ssd),
         perf=perf,
-        deepest=max(run.total for run in pieces),
-        weight=(max(run.storage[0] for run in pieces), hbm, max(run.storage[1] for run in pieces), ddr),
+        deepest=deepest,
+        weight=(most_hbm, hbm, most_ddr, ddr),
         mark=mark,
-        total=sum(unit * run.count for unit, run in zip(units, pieces, strict=True)),
+        total=total,
         largest=0 if uniform else max(units),
         floor=min(units) if uniform else 0,
-        spread_by_column=option.compute_kernel == "key_value"
-        and option.sharding_type == ShardingType.COLUMN_WISE.value,
+        spread_by_column=option.compute_kernel == "key_value" and option.sharding_type == _COLUMN_WISE,
     )
 
 
+# TorchRec's enumerations answer `.value` through a descriptor, which is slow for a question asked of every option.
 _PARTITIONS = {each.value for each in PartitionByType}
+_UNIFORM = PartitionByType.UNIFORM.value
+_COLUMN_WISE = ShardingType.COLUMN_WISE.value
 
 
-def _run(perf: Any, storage: Any, count: int, option: Any) -> Run:
+def _run(perf: Any, storage: Any, count: int, table: str) -> Run:
     if type(perf) is not Perf or type(storage) is not Storage:
-        raise Unmodelled(f"{option.fqn} has estimates of a class that is not TorchRec's own")
-    sizes = (storage.hbm, storage.ddr, storage.ssd)
-    if any(type(size) is not int or not 0 <= size < LARGEST for size in sizes):
-        raise Unmodelled(f"{option.fqn} needs storage of {storage}")
-    parts = (perf.fwd_compute, perf.bwd_compute, perf.fwd_comms, perf.bwd_comms, perf.prefetch_compute)
-    if not all(_sound(part) for part in parts):
-        raise Unmodelled(f"{option.fqn} has the perf {perf}")
+        raise Unmodelled(f"{table} has estimates of a class that is not TorchRec's own")
+    hbm, ddr, ssd = sizes = storage.hbm, storage.ddr, storage.ssd
+    if not (type(hbm) is type(ddr) is type(ssd) is int and min(sizes) >= 0 and max(sizes) < LARGEST):
+        raise Unmodelled(f"{table} needs storage of {storage}")
+    parts = perf.fwd_compute, perf.bwd_compute, perf.fwd_comms, perf.bwd_comms, perf.prefetch_compute
+    for part in parts:
+        # Not a number compares as false; a whole number is exact as a float up to far above this.
+        if not (
+            0 <= part < LARGEST if isinstance(part, float) else type(part) is int and 0 <= part <= _LARGEST_INT_PERF
+        ):
+            raise Unmodelled(f"{table} has the perf {perf}")
     return Run(parts, perf.total, sizes, count)
-
-
-def _sound(part: Any) -> bool:
-    if type(part) is int:
-        return 0 <= part <= _LARGEST_INT_PERF
-    return isinstance(part, float) and math.isfinite(part) and 0 <= part < LARGEST
