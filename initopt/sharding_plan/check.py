@@ -86,8 +86,8 @@ def check_plan(
 
     `local_world_size` is the launcher's LOCAL_WORLD_SIZE, None where it set none. `pod_size` is the number of hosts a
     pod that DistributedModelParallel will read from TORCHREC_RESOLVED_POD_SIZE. With `device`, the type of the
-    trainer's device, placements and kernels are checked for it. `sharders` are those of DistributedModelParallel (default:
-    TorchRec's).
+    trainer's device, placements and kernels are checked for it. `sharders` are those of DistributedModelParallel
+    (default: TorchRec's).
 
     With `topology` the memory of each rank is compared with the planner's estimate for the plan, which needs the
     planner's `batch_size` (default: TorchRec's) and `constraints`.
