@@ -11,6 +11,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import warnings
+import weakref
 from typing import Any
 
 from torchrec.distributed.planner import EmbeddingShardingPlanner, storage_reservations
@@ -157,8 +158,19 @@ class SearchProposer(Proposer):  # type: ignore[misc]
 
     def __init__(self, planner: Any, proposers: list[Any]) -> None:
         self.proposers = proposers
-        self._planner = planner
+        # The planner holds this proposer: a strong reference back would keep both, and the search space, for long.
+        self._planner_ref = weakref.ref(planner)
         self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_planner_ref": self._planner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _planner_ref=weakref.ref(state["_planner_ref"]))
+
+    @property
+    def _planner(self) -> Any:
+        return self._planner_ref()
 
     def _forget(self) -> None:
         self._inputs: tuple[list[Any], Any] = [], None
@@ -226,6 +238,8 @@ class SearchProposer(Proposer):  # type: ignore[misc]
                 storage_constraint=storage_constraint,
             )
             if self._space is not None:
+                # The planner does so next; a rank would be part of what tells two options apart.
+                reset_shard_rank(plan or [])
                 self._search(storage_constraint)
                 self._driven = None
         except Unmodelled as reason:

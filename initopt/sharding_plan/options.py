@@ -158,5 +158,8 @@ def plain(option: Any) -> Any:
         return option
     twin = ShardingOption.__new__(ShardingOption)
     twin.__dict__.update((name, value) for name, value in option.__dict__.items() if name not in _OURS)
-    twin.shards = option._layout.shards(option._kinds) if option.lazy and option._layout else option.shards
+    if option.lazy and option._layout:
+        twin.shards = option._layout.shards(option._kinds)
+    else:
+        twin.shards = [Shard(size=s.size, offset=s.offset, storage=s.storage, perf=s.perf) for s in option.shards]
     return twin
