@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 from initopt import bench as measuring
-from initopt import picture, report, trace
+from initopt import picture, plan_view, report, trace
 from initopt.ett import LOST_WORK, Job
 from initopt.graph import Graph
 from initopt.record import run_numbers, run_root
@@ -208,6 +208,83 @@ def bench(
     comparison = measuring.against_stock(measured) if earlier is None else measuring.compare(earlier, measured)
     verdict = None if gate is None else gate.check(comparison)
     _show(report.bench_view(measured, comparison, verdict, width=_width()), as_json)
+
+
+@app.command()
+def plan(
+    what: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNCTION|FILE", help="A function that returns the model, or a plan file.")
+    ],
+    world_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks of the job.")] = None,
+    local_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks of a host.")] = None,
+    pod_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Hosts of a pod; default: no pods.")] = None,
+    device: Annotated[str, typer.Option(metavar="TYPE", help="cuda, cpu, mtia or tpu.")] = "cuda",
+    hbm: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a rank, e.g. 80GB; default: TorchRec's.")] = None,
+    ddr: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a rank; default: TorchRec's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a rank; default: TorchRec's.")] = None,
+    sharders: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Returns the sharders; default: TorchRec's.")
+    ] = None,
+    constraints: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Returns ParameterConstraints by table.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan, to pin a job to it.")] = None,
+    diff: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compare with a plan file; 1 if it differs.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every rank and every change.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The sharding plan of a model, without a job."""
+    from initopt.sharding_plan import offline
+
+    try:
+        if offline.names_file(what):
+            made = offline.read(what)
+        else:
+            made = offline.make(
+                what,
+                world_size=world_size,
+                local_world_size=local_size,
+                pod_size=pod_size,
+                device=device,
+                hbm=_bytes("--hbm", hbm),
+                ddr=_bytes("--ddr", ddr),
+                batch_size=batch_size,
+                sharders=sharders,
+                constraints=constraints,
+                progress=lambda line: print(f"initopt: {line}", file=sys.stderr, flush=True),
+            )
+    except offline.NoPlanError as error:
+        _show(plan_view.no_plan_view(str(error), name=what, width=_width()), as_json)
+        return
+    if output is not None:
+        made.file.write(output)
+        print(f"initopt: wrote {output}", file=sys.stderr)
+    if diff is not None:
+        before = offline.read(diff).file
+        names = (str(diff), what)
+        view = plan_view.diff_view(before, made.file, names=names, everything=everything, width=_width())
+    else:
+        view = plan_view.plan_view(
+            made.file,
+            name=what,
+            problems=made.problems,
+            notes=made.notes,
+            written=None if output is None else str(output),
+            everything=everything,
+            width=_width(),
+        )
+    _show(view, as_json)
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])i?B?\s*", text, flags=re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{option} {text!r} is not understood: write a size such as 80GB (1 GB = 1024^3 bytes)")
+    return int(float(match[1]) * 1024 ** {"M": 2, "G": 3, "T": 4}[match[2].upper()])
 
 
 def _names_run(word: str) -> bool:

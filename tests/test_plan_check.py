@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,6 +26,9 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan, ShardMetadata
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
+from torchrec.types import DataType
 
 from initopt.sharding_plan.check import PlanError, check_plan
 from tests.plans import (
@@ -514,6 +518,24 @@ def test_managed_collisions() -> None:
     assert problems(made, model(managed_collisions())) == [
         "table 'sparse.e.t0' is table_wise, and ManagedCollisionEmbeddingBagCollection runs row_wise only",
     ]
+
+
+def test_tables_for_inference() -> None:
+    tables = [EmbeddingBagConfig(name="t0", embedding_dim=8, num_embeddings=10, feature_names=["f0"])]
+    tables[0].data_type = DataType.INT8
+    module = QuantEmbeddingBagCollection(tables=tables, is_weighted=False, device=torch.device("cpu"))
+    made = planner(topology(2), constraints(sharding_types=["row_wise"])).plan(model(module), SHARDERS)
+    assert of(made).compute_kernel == "quant"
+    assert problems(made, model(module), world_size=2, topology=topology(2)) == []
+    # One process serves all shards, whatever their rows and devices.
+    resize((0, 3), (3, 7))(made)
+    shards(made)[1].placement = _remote_device("rank:0/cpu")
+    assert problems(made, model(module), world_size=1, local_world_size=1) == []
+    of(made).compute_kernel = "fused"
+    assert (
+        "table 'sparse.e.t0' has the kernel 'fused', and EmbeddingBagCollection runs quant, quant_uvm, "
+        "quant_uvm_caching"
+    ) in problems(made, model(module), world_size=2)
 
 
 # Over many models: what TorchRec plans is accepted, and what is taken from it is missed.

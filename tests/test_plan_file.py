@@ -70,7 +70,7 @@ def full(kind: str = "row_wise") -> ShardingPlan:
         stats_reporter_config=TBEStatsReporterConfig(interval=5),
         use_passed_in_path=False,
         kvzch_tbe_config=KVZCHTBEConfig(
-            threshold_calculation_bucket_stride=0.3, optimizer_state_dtypes_for_st=frozenset({("b", 2), ("a", 1)})
+            threshold_calculation_bucket_stride=0.3, optimizer_state_dtypes_for_st=frozenset({("a", 1)})
         ),
         ps_hosts=(("::1", 2000), ("::1", 2001)),
     )
@@ -95,6 +95,13 @@ def test_the_same_plan_comes_back(kind: str, tmp_path: Path) -> None:
     read = PlanFile.read(tmp_path / "plan.json")
     assert_same(written.plan, read.plan)
     assert read == written
+
+
+def test_sets_come_back_whatever_their_order() -> None:
+    made = plan(model(), "table_wise")
+    states = frozenset((name, number) for number, name in enumerate("edcba"))
+    of(made).key_value_params = KeyValueParams(kvzch_tbe_config=KVZCHTBEConfig(optimizer_state_dtypes_for_st=states))
+    assert there_and_back(made) == made
 
 
 def test_every_field_was_set() -> None:

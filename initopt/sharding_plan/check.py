@@ -18,7 +18,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
-from initopt.sharding_plan.estimates import Need, gigabytes, needs_of_ranks
+from initopt.sharding_plan.needs import Need, gigabytes, needs_of_ranks
 from initopt.sharding_plan.planned import Planned, planned_tables
 from initopt.sharding_plan.tables import Shardable, Table, path_of, shardable_modules
 
@@ -169,7 +169,7 @@ class _Sharding:
     def of_job(self) -> Iterator[str]:
         """Whether the plan is for as many ranks and hosts."""
         job = self.job
-        beyond = [one for one in self.planned if max(one.ranks, default=0) >= job.world_size]
+        beyond = [one for one in self.planned if max(one.ranks, default=0) >= job.world_size and not one.quantized]
         if self.other_world:
             made, path = self.other_world
             yield f"it was made for {_count(made, 'rank')}, this job has {job.world_size} (seen at table {path!r})"
@@ -229,7 +229,11 @@ class _Sharding:
         if not one.shards:
             yield f"is {one.kind} and has no shards: its sharding_spec is {type(one.sharding.sharding_spec).__name__}"
             return
-        wrong = [*self._wrong_shape(one)] or [*self._wrong_ranks(one), *_not_covered(one)] or [*self._misplaced(one)]
+        wrong = [*self._wrong_shape(one)]
+        if not wrong and one.quantized:  # inference puts a shard on any device of one process
+            wrong = [*_not_covered(one)]
+        elif not wrong:
+            wrong = [*self._wrong_ranks(one), *_not_covered(one)] or [*self._misplaced(one)]
         yield from wrong
         if not wrong and not kernel:
             yield from _wrong_width(one)
@@ -246,11 +250,9 @@ class _Sharding:
         if one.kernel.endswith("virtual_table") and not one.shardable.says(one.table.name, "use_virtual_table"):
             return f"has the kernel {one.kernel!r}, and its config does not say use_virtual_table"
         needs = "tpu" if one.kernel == "unfused_tpu" else "cuda" if one.kernel in _ON_CUDA_ONLY else device
-        return (
-            ""
-            if needs == device or device is None
-            else f"has the kernel {one.kernel!r}, which does not run on {device}"
-        )
+        if device is not None and needs != device:
+            return f"has the kernel {one.kernel!r}, which does not run on {device}"
+        return ""
 
     def _wrong_shape(self, one: Planned) -> Iterator[str]:
         rows, dim = one.table.rows, one.table.dim
@@ -289,7 +291,7 @@ class _Sharding:
 
     def _misplaced(self, one: Planned) -> Iterator[str]:
         """Whether rows are where they are looked up: TorchRec computes that place, whatever the plan says."""
-        if one.kind not in ("row_wise", "table_row_wise", "grid_shard") or one.quantized or self._told(one):
+        if one.kind not in ("row_wise", "table_row_wise", "grid_shard") or self._told(one):
             return
         size = self.job.world_size if one.kind == "row_wise" else self.job.group_size
         block = -(-one.table.rows // size)

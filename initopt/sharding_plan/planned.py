@@ -53,6 +53,8 @@ class Planned:
     @property
     def world_size(self) -> int | None:
         """How many ranks the plan was made for, where the sharding type tells."""
+        if self.quantized:
+            return None
         if self.kind == "row_wise":
             return len(self.shards) or None
         return len(self.sharding.ranks or ()) or None if self.kind == "data_parallel" else None
@@ -60,6 +62,8 @@ class Planned:
     @property
     def group_size(self) -> int | None:
         """How many ranks a host has that the plan was made for, where the sharding type tells."""
+        if self.quantized:
+            return None
         if self.kind == "table_row_wise":
             return len(self.shards) or None
         if self.kind == "grid_shard":
