@@ -103,13 +103,14 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any] | None) -> LazyOption:
         twin = type(self).__new__(type(self))
+        state = twin.__dict__
+        state.update(self.__dict__)
         for name, value in self.__dict__.items():
-            if name == "_kinds":
-                # TorchRec replaces estimates and never changes them in place.
-                value = [Shard(size=k.size, offset=k.offset, storage=k.storage, perf=k.perf) for k in value]
-            elif name not in _SHARED and type(value) not in _ATOMS:
-                value = deepcopy(value, memo)
-            twin.__dict__[name] = value
+            if type(value) not in _ATOMS and name not in _SHARED:
+                state[name] = deepcopy(value, memo)
+        if "_kinds" in state:
+            # TorchRec replaces estimates and never changes them in place.
+            state["_kinds"] = [Shard(k.size, k.offset, k.storage, k.perf) for k in self._kinds]
         return twin
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
@@ -118,7 +119,7 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
         return ShardingOption.__new__, (ShardingOption,), option.__dict__
 
 
-_SHARED = {"_tensor", "_module", "_layout"}
+_SHARED = {"_tensor", "_module", "_layout", "_kinds"}
 _ATOMS = {str, int, float, bool, type(None)}
 _OURS = {"_layout", "_kinds", "_shards"}
 

@@ -162,7 +162,7 @@ class Greedy:
         while True:
             while picks[slowest[0][1]] != slowest[0][2]:
                 heapq.heappop(slowest)
-            yield Proposal(key, total, -slowest[0][0], floor, (hbm, ddr, ssd), lambda: list(picks))
+            yield Proposal(key, total, -slowest[0][0], floor, (hbm, ddr, ssd), picks.copy)
             if self._stopped or not heaviest or not any(heaviest[0][:4]):
                 return
             table = heaviest[0][4]
@@ -170,12 +170,11 @@ class Greedy:
             steps[table] += 1
             picks[table] = ladders[table][steps[table]]
             new = choices[picks[table]]
-            key += new.mark - old.mark
-            total += new.total - old.total
-            floor += new.floor - old.floor
-            hbm += new.storage[0] - old.storage[0]
-            ddr += new.storage[1] - old.storage[1]
-            ssd += new.storage[2] - old.storage[2]
+            key, total = key + new.mark - old.mark, total + new.total - old.total
+            if new.uniform or old.uniform:
+                floor += new.floor - old.floor
+            before, after = old.storage, new.storage
+            hbm, ddr, ssd = hbm + after[0] - before[0], ddr + after[1] - before[1], ssd + after[2] - before[2]
             heapq.heappush(slowest, (-new.largest, table, picks[table]))
             if steps[table] + 1 < len(ladders[table]):
                 heapq.heapreplace(heaviest, _heavy(new, table))

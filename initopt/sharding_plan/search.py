@@ -82,33 +82,43 @@ def search(
             if timeout and seen and time.monotonic() - started > timeout:
                 counts.timed_out = True
                 return found
-            key = keys.of(proposal)
+            key = keys.of(proposal) if keys.real else proposal.key
             if key not in seen:
                 counts.proposals += 1
-                rating = placing.rate(proposal, found, counts)
+                seen[key] = None
+                # A better plan has a rating below the best one, so its bound is below too, but for rounding.
+                if bound(proposal, placing.world_size) >= placing.limit:
+                    counts.pruned += 1
+                    continue
+                rating = placing.rate(proposal, counts)
                 if rating is not None and not rating < MAX_SIZE:
                     raise Unmodelled(f"a plan has the rating {rating}, above what TorchRec takes for one")
                 if rating is not None and rating < found.rating:
                     found.best, found.rating = proposal.picks(), rating
+                    placing.must_beat(rating)
                 elif rating is None and found.best is None:
                     found.last = proposal.picks()
                     if proposal.storage < least:
                         least, found.smallest = proposal.storage, found.last
-                seen[key] = None
                 if placing.exact:
                     seen[key] = Outcome([space.choices[pick].option for pick in proposal.picks()], rating)
-            outcome = seen[key]
             if source.listens:
+                outcome = seen[key]
                 assert outcome is not None
                 source.hear(outcome)
     return found
 
 
 class _Placing:
-    """The rating of a proposal as far as it matters: exactly, or None if it fails or can't be the best."""
+    """The rating of a proposal as far as it matters: exactly, or None if it fails or can't be the best.
+
+    `limit` is what a bound must be below, in units: infinite while there is no plan, and always if ratings are wanted
+    `exact`.
+    """
 
     def __init__(self, space: Space, partitioner: Any, topology: Any, exact: bool) -> None:
         self.exact = exact
+        self._best, self.limit = math.inf, math.inf
         self._balanced: MemoryBalanced | None = None
         if isinstance(partitioner, MemoryBalancedPartitioner):
             self._balanced = MemoryBalanced(space, topology, partitioner)
@@ -116,15 +126,15 @@ class _Placing:
         else:
             assert isinstance(partitioner, GreedyPerfPartitioner)
             self._greedy = Greedy(space, topology, partitioner._sort_by, partitioner._balance_modules)
+        self.world_size = self._greedy.world_size
 
-    def rate(self, proposal: Proposal, found: Found, counts: Counts) -> float | None:
-        best, limit = found.rating, math.inf
-        if found.best is not None and not self.exact:
-            limit = best * (1 + SLACK)
-            # A better plan has a rating below the best one, so its bound is below too, but for rounding.
-            if bound(proposal, self._greedy.world_size) >= limit * UNIT:
-                counts.pruned += 1
-                return None
+    def must_beat(self, rating: float) -> None:
+        """Look for a better rating than this one from now on."""
+        if not self.exact:
+            self._best = rating * (1 + SLACK)
+            self.limit = self._best * UNIT
+
+    def rate(self, proposal: Proposal, counts: Counts) -> float | None:
         try:
             if self._greedy.never_fits(proposal.storage):
                 raise DoesNotFit
@@ -132,7 +142,7 @@ class _Placing:
             if self._balanced is not None:
                 rating = self._balanced.rate(picks)
             else:
-                assignment, _ = self._greedy.place(picks, limit)
+                assignment, _ = self._greedy.place(picks, self._best)
                 rating = self._greedy.rate(picks, assignment)
         except DoesNotFit:
             counts.failed += 1
@@ -152,12 +162,10 @@ class _Keys:
     """
 
     def __init__(self, space: Space, real: bool) -> None:
-        self._space, self._real = space, real
+        self._space, self.real = space, real
         self._hashes: dict[int, int] = {}
 
     def of(self, proposal: Proposal) -> Any:
-        if not self._real:
-            return proposal.key
         picks = proposal.picks()
         for pick in picks:
             if pick not in self._hashes:

@@ -114,7 +114,7 @@ def _choice(option: Any, mark: int) -> Choice:
         raise Unmodelled(f"{table} is part of an embedding tower")
     if partition_by not in _PARTITIONS:
         raise Unmodelled(f"{table} is partitioned by {partition_by!r}")
-    pieces = [_run(perf, storage, count, table) for perf, storage, count in runs(option)]
+    pieces = [_run(*run, table) for run in runs(option)]
     if not pieces:
         raise Unmodelled(f"{table} has an option without shards")
     uniform = partition_by == _UNIFORM

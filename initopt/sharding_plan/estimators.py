@@ -1,0 +1,155 @@
+"""TorchRec's estimators, computing what they compute in less time.
+
+They look up the same things for every shard: annotated methods in the whole `dir` of a config (fourteen times),
+coefficients, bandwidths, values of enumerations. Their own code runs here from a second copy of their modules, in which
+these look-ups are short. TorchRec's modules stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import types
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import shard_estimators
+from torchrec.distributed.planner.estimator import estimator as perf_estimators
+from torchrec.distributed.planner.estimator.types import HardwarePerfConfig, ShardPerfContext
+from torchrec.distributed.types import ShardingType
+
+Estimate = Callable[[list[Any], Any], None]
+"""Write the estimates of options, given the data of their sharders."""
+
+
+class Unknown(Exception):
+    """An estimator that was not tested; its text is the reason."""
+
+
+def terse(estimator: Any) -> Estimate:
+    """Return the quicker `estimate` of an estimator, which may be shown one shard per size.
+
+    Raises Unknown for one that is not TorchRec's own, or that adjusts the shards of an option together.
+    """
+    kind = type(estimator)
+    if kind is shard_estimators.EmbeddingStorageEstimator:
+        return functools.partial(_estimate, "storage", estimator)
+    if kind is shard_estimators.EmbeddingPerfEstimator:
+        return functools.partial(_estimate_and_validate, estimator, terse(estimator._estimator))
+    if kind is not perf_estimators.EmbeddingPerfEstimator:
+        raise Unknown(f"{kind.__name__} is not TorchRec's own")
+    config = type(estimator._config)
+    if config.post_process_perfs is not HardwarePerfConfig.post_process_perfs:
+        raise Unknown(f"{config.__name__} adjusts the shards of an option together")
+    twin = copy.copy(estimator)
+    twin._config, annotated = _terse_config(estimator._config), _own_callables(estimator._config)
+    return functools.partial(_estimate, "annotated" if annotated else "perf", twin)
+
+
+def _estimate(which: str, estimator: Any, options: list[Any], sharder_data_map: Any) -> None:
+    _SECOND[which]().estimate(estimator, options, sharder_data_map=sharder_data_map)
+
+
+def _estimate_and_validate(stock: Any, inner: Estimate, options: list[Any], sharder_data_map: Any) -> None:
+    twin = copy.copy(stock)
+    twin._estimator = types.SimpleNamespace(estimate=lambda options, sharder_data_map: inner(options, sharder_data_map))
+    twin.estimate(options, sharder_data_map)
+
+
+class _Once:
+    """An attribute that is computed by a property of TorchRec's at the first look, and stays."""
+
+    def __init__(self, stock: property) -> None:
+        self._compute = stock.fget
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        assert self._compute is not None
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
+
+
+class _Context(ShardPerfContext):  # type: ignore[misc]
+    """A context that adds up its inputs and outputs once; the evaluators ask a dozen times."""
+
+    batch_inputs = _Once(ShardPerfContext.batch_inputs)
+    batch_outputs = _Once(ShardPerfContext.batch_outputs)
+
+
+def _second(module: types.ModuleType, **names: Any) -> Any:
+    """Load a module once more, under no name, with these names in its sight."""
+    spec = importlib.util.find_spec(module.__name__)
+    assert spec is not None and spec.loader is not None
+    twin = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(twin)
+    vars(twin).update(names)
+    return twin
+
+
+def _plain(enumeration: type[Enum]) -> Any:
+    """Return the members by name; their `.value` is no descriptor."""
+    return types.SimpleNamespace(**{each.name: types.SimpleNamespace(value=each.value) for each in enumeration})
+
+
+def _nothing(config: Any, sharding_type: str | None = None) -> None:
+    """There is no annotated method."""
+
+
+@functools.cache
+def _second_storage() -> Any:
+    names = {"ShardingType": _plain(ShardingType), "EmbeddingComputeKernel": _plain(EmbeddingComputeKernel)}
+    return _second(shard_estimators, **names).EmbeddingStorageEstimator
+
+
+@functools.cache
+def _second_perf(annotated: bool) -> Any:
+    names = {"ShardingType": _plain(ShardingType), "EmbeddingComputeKernel": _plain(EmbeddingComputeKernel)}
+    lookups = {} if annotated else dict.fromkeys(_LOOKUPS, _nothing)
+    return _second(perf_estimators, ShardPerfContext=_Context, **names, **lookups).EmbeddingPerfEstimator
+
+
+_LOOKUPS = (
+    "get_forward_compute",
+    "get_backward_compute",
+    "get_prefetch_compute",
+    "get_input_dist_comms",
+    "get_fwd_comms",
+    "get_bwd_comms",
+    "get_output_write_size",
+)
+_SECOND: dict[str, Callable[[], Any]] = {
+    "storage": _second_storage,
+    "perf": functools.partial(_second_perf, False),
+    "annotated": functools.partial(_second_perf, True),
+}
+
+
+def _own_callables(config: Any) -> list[str]:
+    """The public callables of a config that are not TorchRec's: annotated methods are among them."""
+    kind = type(config)
+
+    def own(name: str) -> bool:
+        return getattr(kind, name, None) is not getattr(HardwarePerfConfig, name, None) or name in vars(config)
+
+    return [name for name in dir(config) if not name.startswith("_") and own(name) and callable(getattr(config, name))]
+
+
+def _terse_config(config: Any) -> Any:
+    """Return a config that answers like this one, whose `dir` is short and which remembers what kernels decide."""
+    kind, names = type(config), _own_callables(config)
+    members: dict[str, Any] = {
+        "__dir__": lambda _: names,
+        "__module__": kind.__module__,
+        "__reduce__": lambda _: (_terse_config, (config,)),
+    }
+    if not names:
+        for name in ("get_coefficients_for_sharding", "get_device_bw"):
+            members[name] = staticmethod(functools.lru_cache(maxsize=None)(getattr(config, name)))
+    twin = copy.copy(config)
+    twin.__class__ = type(kind.__name__, (kind,), members)
+    return twin
