@@ -311,7 +311,12 @@ def _kinds(plan: PlanFile, shardings: dict[str, dict[str, Any]]) -> list[dict[st
 
 
 def _changed_fields(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(name, before[name], after[name]) for name in before if before[name] != after[name]]
+    # Memory is a list by rank; that there are more ranks is said once.
+    memory = ("hbm", "ddr", "ssd")
+    sides = [
+        {name: set(value) if name in memory else value for name, value in side.items()} for side in (before, after)
+    ]
+    return [(name, before[name], after[name]) for name in before if sides[0][name] != sides[1][name]]
 
 
 def _changed_tables(before: PlanFile, after: PlanFile) -> list[tuple[str, str, str]]:
@@ -430,7 +435,6 @@ def _wrap(text: str, width: int, style: str = "", *, indent: int = 0, first: int
         width,
         initial_indent=" " * first,
         subsequent_indent=" " * indent,
-        break_long_words=False,
         break_on_hyphens=False,
     )
     return [Text(line, style=style) for line in lines]
