@@ -16,6 +16,8 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 
@@ -41,10 +43,13 @@ class AnywhereSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
 SHARDERS: list[Any] = [AnywhereSharder(), *get_default_sharders()[1:]]
 
 
-def bags(rows: int | Sequence[int] = (10, 10), dim: int = 8, **config: Any) -> EmbeddingBagCollection:
+def bags(
+    rows: int | Sequence[int] = (10, 10), dim: int = 8, *, weighted: bool = False, **config: Any
+) -> EmbeddingBagCollection:
     """Tables `t0`, `t1`, ... with pooled features `f0`, `f1`, ..."""
     return EmbeddingBagCollection(
         device=META,
+        is_weighted=weighted,
         tables=[
             EmbeddingBagConfig(name=f"t{i}", embedding_dim=dim, num_embeddings=n, feature_names=[f"f{i}"], **config)
             for i, n in enumerate([rows] if isinstance(rows, int) else rows)
@@ -61,6 +66,12 @@ def sequences(rows: Sequence[int] = (10, 10), dim: int = 8) -> EmbeddingCollecti
             for i, n in enumerate(rows)
         ],
     )
+
+
+def feature_processed(rows: Sequence[int] = (10, 10), dim: int = 8) -> FeatureProcessedEmbeddingBagCollection:
+    """The pooled tables behind a feature processor."""
+    processors = PositionWeightedModuleCollection({f"f{i}": 10 for i in range(len(rows))}, device=META)
+    return FeatureProcessedEmbeddingBagCollection(bags(rows, dim, weighted=True), processors)
 
 
 def managed_collisions(rows: int = 64, buckets: int = 8) -> ManagedCollisionEmbeddingBagCollection:

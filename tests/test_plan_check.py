@@ -36,6 +36,7 @@ from tests.plans import (
     SHARDERS,
     bags,
     constraints,
+    feature_processed,
     managed_collisions,
     model,
     of,
@@ -549,12 +550,15 @@ def jobs(draw: st.DrawFn) -> tuple[nn.Module, Topology, dict[str, ParameterConst
     pod = draw(st.sampled_from([None, None, 1, hosts])) if device == "cuda" else None
     children: dict[str, nn.Module] = {}
     limits: dict[str, ParameterConstraints] = {}
-    for index, make in enumerate(draw(st.lists(st.sampled_from(["bags", "sequences"]), min_size=1, max_size=3))):
-        rows = draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=4))
-        dim = draw(st.sampled_from([4, 8, 12, 64, 100, 128, 256, 384]))
-        path = draw(st.sampled_from(["sparse", "over.sparse", ""]))
-        module = bags(rows, dim) if make == "bags" else sequences(rows, dim)
-        children[f"m{index}"] = nn.ModuleDict({"inner": module}) if path else module
+    # Managed collisions are planned by rows only, which TorchRec does not plan for the cpu.
+    modules = [bags, sequences, feature_processed, *([managed_collisions] if device == "cuda" else [])]
+    for index, make in enumerate(draw(st.lists(st.sampled_from(modules), min_size=1, max_size=3))):
+        if make is managed_collisions:
+            module = managed_collisions(rows=draw(st.integers(1, 500)) * 96, buckets=96)
+        else:
+            rows = draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=4))
+            module = make(rows, draw(st.sampled_from([4, 8, 12, 64, 100, 128, 256, 384])))
+        children[f"m{index}"] = nn.ModuleDict({"inner": module}) if draw(st.booleans()) else module
     for table in [f"t{i}" for i in range(4)]:
         if draw(st.booleans()):
             kinds: Sequence[str] = KINDS if device == "cuda" else KINDS[:2]
