@@ -236,8 +236,10 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """The sharding plan of a model, without a job."""
-    from initopt.sharding_plan import offline
-
+    try:
+        from initopt.sharding_plan import offline
+    except ImportError as error:
+        raise ValueError(f"a plan is made by torchrec, which does not load here: {error}") from error
     try:
         if offline.names_file(what):
             made = offline.read(what)

@@ -285,6 +285,14 @@ def test_what_can_not_be_done_is_said(
     assert err.splitlines()[-1] == f"initopt: {message}"
 
 
+def test_without_torchrec(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.startswith("initopt.sharding_plan")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchrec.distributed.types", None)
+    assert run(*SMALL) == 2
+    assert capsys.readouterr().err.startswith("initopt: a plan is made by torchrec, which does not load here: ")
+
+
 def test_tables_in_memory_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from torch import nn

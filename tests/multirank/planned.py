@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,8 @@ from torchrec.distributed.types import ParameterSharding, ShardingPlan  # noqa: 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
 from initopt.sharding_plan.check import PlanError, check_plan  # noqa: E402
+from initopt.sharding_plan.offline import plan_offline  # noqa: E402
+from initopt.sharding_plan.pinning import load_plan  # noqa: E402
 from tests.plans import KINDS, SHARDERS, bags, of, plan, sequences, topology  # noqa: E402
 
 ROWS, DIM, TABLES = 10, 8, 2
@@ -66,6 +69,14 @@ def other_hosts() -> tuple[nn.Module, ShardingPlan]:
     return made, plan(made, "grid_shard", on=topology(4, 4, "cpu"))
 
 
+def pinned() -> tuple[nn.Module, ShardingPlan]:
+    made = bags()
+    about = {"world_size": 4, "local_world_size": 2, "device": "cpu", "sharders": SHARDERS}
+    with tempfile.TemporaryDirectory() as folder:
+        plan_offline(made, **about).file.write(f"{folder}/plan.json")
+        return made, load_plan(f"{folder}/plan.json", made, **about)
+
+
 def without_ranks() -> tuple[nn.Module, ShardingPlan]:
     made, planned = stock("row_wise")()
     of(planned, "t0", "").ranks = None
@@ -77,6 +88,7 @@ CASES = {
     **{f"{kind} of sequences": stock(kind, sequences) for kind in ("table_wise", "row_wise", "column_wise")},
     "column_wise in another order": changed("column_wise", reverse),
     "row_wise without ranks": without_ranks,
+    "pinned": pinned,
     "row_wise in another order": changed("row_wise", swap),
     "uneven row_wise of TorchRec": uneven,
     "grid_shard of larger hosts": other_hosts,
