@@ -7,6 +7,7 @@ them as it is.
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -28,6 +29,7 @@ class FastEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
     def __init__(self, stock: EmbeddingEnumerator) -> None:
         self.__dict__.update(stock.__dict__)
         self._stash_weights: dict[tuple[int, str], bool] = {}
+        self._kernels: dict[Any, list[str]] = {}
         self.left_alone: list[str] = []
         self._terse: list[Estimate] = []
         for estimator in self._estimators:
@@ -38,11 +40,11 @@ class FastEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
 
     def enumerate(self, module: Any, sharders: list[Any]) -> list[Any]:
         """Return the options that TorchRec enumerates, in its order."""
-        self._stash_weights.clear()
         try:
             return list(_lazily(self, module, sharders))
         finally:
             self._stash_weights.clear()
+            self._kernels.clear()
 
     def populate_estimates(self, sharding_options: list[Any]) -> None:
         """Write the perf and the storage of every shard, as TorchRec's estimators compute them."""
@@ -66,6 +68,14 @@ class FastEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             self._stash_weights[key] = super()._get_stash_weights(parameter, module)
         return self._stash_weights[key]
 
+    def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
+        constraints = self._constraints.get(name) if self._constraints else None
+        key = tuple(allowed_compute_kernels), tuple((constraints and constraints.compute_kernels) or ())
+        if not self._kernels.get(key):
+            # None at all is worth a warning for every table.
+            self._kernels[key] = super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)
+        return self._kernels[key]
+
 
 def enumerates_as_expected() -> bool:
     """Whether TorchRec's `enumerate` is a function that makes its options in the way that this file relies on."""
@@ -88,7 +98,8 @@ def _lazily(enumerator: FastEnumerator, module: Any, sharders: list[Any]) -> Any
     cut = enumerators.calculate_shard_sizes_and_offsets
 
     def layout(tensor: Any, **how: Any) -> tuple[list[Layout], list[None]]:
-        key = tuple(tensor.shape), *(tuple(value) if isinstance(value, list) else value for value in how.values())
+        # The rest of the arguments are those of the enumerator.
+        key = tensor.shape, how["sharding_type"], how["col_wise_shard_dim"], how["num_buckets"]
         if key not in layouts:
             layouts[key] = Layout(*cut(tensor=tensor, **how))
         return [layouts[key]], [None]
@@ -99,6 +110,7 @@ def _lazily(enumerator: FastEnumerator, module: Any, sharders: list[Any]) -> Any
         "ShardingOption": LazyOption,
         "Shard": lambda size, offset: size,
         "calculate_shard_sizes_and_offsets": layout,
+        "get_partition_by_type": functools.cache(enumerators.get_partition_by_type),
     }
-    # TorchRec's own code with three other names in its sight; TorchRec itself is not changed.
+    # TorchRec's own code with a few other names in its sight; TorchRec itself is not changed.
     return types.FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__)(enumerator, module, sharders)

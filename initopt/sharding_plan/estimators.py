@@ -77,6 +77,9 @@ class _Once:
 class _Context(ShardPerfContext):  # type: ignore[misc]
     """A context that adds up its inputs and outputs once; the evaluators ask a dozen times."""
 
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
     batch_inputs = _Once(ShardPerfContext.batch_inputs)
     batch_outputs = _Once(ShardPerfContext.batch_outputs)
 
@@ -100,17 +103,49 @@ def _nothing(config: Any, sharding_type: str | None = None) -> None:
     """There is no annotated method."""
 
 
+def _once_per_context(method: Any) -> Any:
+    """The backward pass asks for the forward pass once more."""
+
+    def kept(self: Any, ctx: Any, config: Any) -> Any:
+        if "_forward" not in vars(ctx):
+            ctx._forward = method(self, ctx, config)
+        return ctx._forward
+
+    return kept
+
+
+def _once_per_option(function: Any) -> Any:
+    """The sizes for SSD are asked for with the arguments of those for HBM and DDR."""
+    asked: list[Any] = [None, {}]
+
+    def kept(*, storage: int, shard_sizes: Any, clf: float | None = None, **same: Any) -> Any:
+        # Each option has a list of sizes of its own, and `same` for all of its calls.
+        if asked[0] is not shard_sizes:
+            asked[:] = shard_sizes, {}
+        sizes = asked[1].get((storage, clf))
+        if sizes is None:
+            sizes = asked[1][storage, clf] = function(storage=storage, shard_sizes=shard_sizes, clf=clf, **same)
+        return sizes
+
+    return kept
+
+
 @functools.cache
 def _second_storage() -> Any:
     names = {"ShardingType": _plain(ShardingType), "EmbeddingComputeKernel": _plain(EmbeddingComputeKernel)}
-    return _second(shard_estimators, **names).EmbeddingStorageEstimator
+    module = _second(shard_estimators, **names)
+    module._calculate_storage_specific_sizes = _once_per_option(module._calculate_storage_specific_sizes)
+    return module.EmbeddingStorageEstimator
 
 
 @functools.cache
 def _second_perf(annotated: bool) -> Any:
     names = {"ShardingType": _plain(ShardingType), "EmbeddingComputeKernel": _plain(EmbeddingComputeKernel)}
     lookups = {} if annotated else dict.fromkeys(_LOOKUPS, _nothing)
-    return _second(perf_estimators, ShardPerfContext=_Context, **names, **lookups).EmbeddingPerfEstimator
+    module = _second(perf_estimators, ShardPerfContext=_Context, **names, **lookups)
+    evaluator = module.EmbeddingShardingPerfEvaluator
+    evaluator._default_fwd_comp = _once_per_context(evaluator._default_fwd_comp)
+    return module.EmbeddingPerfEstimator
 
 
 _LOOKUPS = (

@@ -75,6 +75,7 @@ def search(
     found = Found()
     counts = found.counts
     seen: dict[Any, Outcome | None] = {}
+    ranks = placing.world_size
     least: Bytes = (MAX_SIZE, MAX_SIZE, MAX_SIZE)
     for source in sources:
         source.topology = topology
@@ -87,7 +88,7 @@ def search(
                 counts.proposals += 1
                 seen[key] = None
                 # A better plan has a rating below the best one, so its bound is below too, but for rounding.
-                if bound(proposal, placing.world_size) >= placing.limit:
+                if bound(proposal, ranks) >= placing.limit:
                     counts.pruned += 1
                     continue
                 rating = placing.rate(proposal, counts)
