@@ -6,12 +6,13 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from initopt import cli
+from initopt import cli, plan_view
 from tests.golden import check_golden
 
 MODEL = """
@@ -283,6 +284,38 @@ def test_what_can_not_be_done_is_said(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1] == f"initopt: {message}"
+
+
+def warnings_of(folder: Path, **changes: Any) -> list[str]:
+    """The warnings for the small plan, with rank 0's estimates changed."""
+    from initopt.sharding_plan.plan_file import PlanFile
+
+    if not Path("plan.json").exists():
+        assert run(*SMALL, "-o", "plan.json") == 0
+    plan = PlanFile.read("plan.json")
+    even = [replace(rank, hbm=10 << 30, ddr=0, forward_compute=1.0) for rank in plan.ranks]
+    data = plan_view.plan_view(replace(plan, ranks=(replace(even[0], **changes), *even[1:])), name="x").data
+    warned: list[str] = data["warnings"]
+    return warned
+
+
+def test_what_is_uneven_is_said_with_its_size(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert warnings_of(folder) == []
+    assert warnings_of(folder, forward_compute=1.2) == []
+    assert warnings_of(folder, forward_compute=5.0) == [
+        "uneven time: rank 0 takes ~5.2ms, 2.39 times the mean of ~2.2ms, and the others wait for it",
+    ]
+    assert warnings_of(folder, hbm=20 << 30) == [
+        "uneven HBM: rank 0 needs ~20.0 GB, 1.60 times the mean of ~12.5 GB",
+    ]
+    assert warnings_of(folder, hbm=30 << 30) == ["HBM of rank 0 is ~94% full of tables"]
+
+
+def test_numbers_are_short() -> None:
+    assert [plan_view.milliseconds(t) for t in (0, 0.041, 4.2, 123.4, 1500)] == [
+        "0", "0.04ms", "4.2ms", "123ms", "1.5s",
+    ]  # fmt: skip
+    assert [plan_view.size(s << 20) for s in (0, 3, 30, 80 << 10)] == ["0", "3.0 MB", "30 MB", "80.0 GB"]
 
 
 def test_without_torchrec(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

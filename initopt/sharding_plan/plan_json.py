@@ -103,11 +103,17 @@ def _sharding_from(data: Mapping[str, Any]) -> ParameterSharding:
     values = {name: _decode(value) for name, value in data.items() if name != "shards"}
     if "shards" in data:
         shards = [
-            ShardMetadata(_decode(offsets), _decode(sizes), None if placement is None else _remote_device(placement))
+            ShardMetadata(_decode(offsets), _decode(sizes), None if placement is None else _placement(placement))
             for offsets, sizes, placement in data["shards"]
         ]
         values["sharding_spec"] = EnumerableShardingSpec(shards)
     return ParameterSharding(**values)
+
+
+@functools.lru_cache(maxsize=4096)
+def _placement(text: str) -> _remote_device:
+    # Shards share it: it is never changed, and there are as many shards on a rank as row-wise tables.
+    return _remote_device(text)
 
 
 def _encode(where: str, value: Any, stats: _Stats | None) -> Any:
@@ -119,6 +125,8 @@ def _encode(where: str, value: Any, stats: _Stats | None) -> Any:
             raise TypeError(f"{where} is {value}, which JSON does not have")
         return value
     if kind is list:
+        if {int}.issuperset(map(type, value)):  # the offsets and sizes of a million shards
+            return value
         return [_encode(where, item, stats) for item in value]
     if kind is tuple:
         return {"$tuple": [_encode(where, item, stats) for item in value]}
