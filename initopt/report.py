@@ -42,6 +42,8 @@ JSON_VERSION = 1
 LONGEST = "bold red"
 QUIET = "dim"
 _BLAME_ROWS = 10
+_CORES_FULL = 0.7
+"""The part of a start-up that its CPU work, spread over all cores, must fill before the summary speaks of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         queue=parts.queue,
         total=parts.total,
         planned=None,
+        core_bound=run.core_bound,
     )
     lines = _head(run, width)
     first = Text.assemble(f"{run.goal.capitalize()} after ", (seconds(parts.total), "bold"))
@@ -169,6 +172,9 @@ def summary(run: Run, *, width: int = 80) -> View:
         data["planned"] = end
         on = f"{lanes} {'lane' if lanes == 1 else 'lanes'}"
         lines += _wrap(f"Planned with this graph on {on}, nobody waiting: ~{seconds(end)}", width)
+    if run.core_bound > _CORES_FULL * parts.total:
+        full = f"CPU work that fills all cores of the host for {seconds(run.core_bound)}: overlap can't go below that"
+        lines += _wrap(full, width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     lines.append(_next("blame", "critical-chain", "plot"))
     return View(tuple(lines), data)
