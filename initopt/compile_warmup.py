@@ -57,8 +57,13 @@ class Compile:
         for part in self.parts(model).values():
             part.compile(backend=backend, dynamic=self.dynamic, fullgraph=self.fullgraph)
 
-    def warm_up(self, model: nn.Module, device: Any) -> int:
+    def warm_up(
+        self, model: nn.Module, device: Any, *, first: int = 0, between: Callable[[], None] = lambda: None
+    ) -> int:
         """Compile the parts that have an example, on the calling thread; return how many graphs that made.
+
+        The part of number `first` (modulo how many there are) is the first: ranks that share a cache folder and begin
+        with different parts find the others' work there. `between` is called before each part.
 
         What fails here is left to the first batch, with one warning: there it fails as it would without a warm-up, or
         not.
@@ -72,7 +77,10 @@ class Compile:
 
         before = self.graphs()
         parts = self.parts(model)
-        for name, call in self.examples(device).items():
+        examples = list(self.examples(device).items())
+        start = first % max(len(examples), 1)
+        for name, call in examples[start:] + examples[:start]:
+            between()
             if name not in parts:
                 raise ValueError(
                     f"there is an example for {name!r}, which is no part; the parts are {', '.join(parts)}"

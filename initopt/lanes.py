@@ -6,6 +6,7 @@ whatever the timing. The other lanes start the ready step that comes first in th
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import heapq
 import os
@@ -20,7 +21,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from initopt import rng
+from initopt import rng, watchdog
 from initopt.alarm import Alarm
 from initopt.failure import PeerFailed, StartupFailed, StepTimeout, as_exception, doing, note
 from initopt.graph import Graph, OrderError, Step
@@ -34,7 +35,7 @@ from initopt.leaving import (
     leave_collectives,
     sockets_now,
 )
-from initopt.peers import Failure, Peers, attempt_of_job, describe
+from initopt.peers import Failure, Peers, describe
 from initopt.record import Recorder, Span
 from initopt.thread_state import ThreadState
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 GRACE = 2.0
 """Seconds that running steps get to end by themselves after a failure, before the error is raised without them."""
+REACH = 5.0
+"""Seconds in which a rank that fails before it has joined the others tries to reach them."""
 TICK = 0.25
 """Seconds between two looks at the steps' timeouts."""
 
@@ -85,7 +88,7 @@ class Execution:
         self.recorder = recorder
         self.values: dict[str, Any] = dict(inputs)
         self.rank = int(os.environ.get("RANK", "0"))
-        self._attempt = f"{attempt_of_job()}.{graph.name}.{_runs[graph.name]}"
+        self._turn = _runs[graph.name]
         self._tasks = tasks
         self._timeout = timeout
         self._plugins = plugins
@@ -166,9 +169,7 @@ class Execution:
         self.recorder.agree(rank, world_size, store)
         if world_size == 1:
             return
-        self._peers = Peers(
-            store, rank, world_size, attempt=self._attempt, status=self._status, failed=self._peer_failed
-        )
+        self._peers = self._peers_through(store, world_size)
         self._peers.start()
         mine = self.graph.lanes().get("comms", ())
         theirs = self._peers.agree("comms", "\n".join(mine)).split("\n")
@@ -199,6 +200,22 @@ class Execution:
             with self._lock:
                 self._alone.remove(step)
                 self._wake()
+
+    def pause(self) -> None:
+        """Let the steps that must run alone do so now, from a step that runs."""
+        name = self.recorder.step_here()
+        with self._lock:
+            since = self._running.get(name)
+            if since is None or not self._alone or self._serial:
+                return
+            self._running.pop(name)
+            self._notify()
+            stopped = time.monotonic()
+            while self._alone and not self._over:
+                self._changed.wait()
+            self._running[name] = since + (time.monotonic() - stopped)
+            if self._over:
+                raise _Stopped(name)
 
     def _coordinate(self) -> None:
         # The steps that fork run here: torch's loader watches its workers by signals only from the main thread, and the
@@ -279,7 +296,7 @@ class Execution:
             with ExitStack() as stack:
                 stack.enter_context(self.recorder.current_step(name, lane=step.lane))
                 if threading.current_thread() is self._caller:
-                    stack.enter_context(self._alarm.limit(name, step.timeout or self._timeout))
+                    stack.enter_context(self._limited(name, step.timeout or self._timeout))
                 if "rng" in step.uses:
                     self._check_generators(f"before {name!r}")
                 if not self._serial and not {"rng", "fork", "compile"} & set(step.uses):
@@ -382,6 +399,30 @@ class Execution:
             store = distributed.distributed_c10d._get_default_store()
             self.join(store, distributed.get_rank(), distributed.get_world_size())
 
+    def _reached_late(self) -> Peers | None:
+        """Connect to the others just to tell of a failure: this rank's start-up had not got so far as to join them."""
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+        if self._joined or world_size == 1 or not hasattr(distributed, "rendezvous"):
+            return None
+        try:
+            store, *_ = next(distributed.rendezvous("env://", timeout=datetime.timedelta(seconds=REACH)))
+            return self._peers_through(store, world_size)
+        except Exception:
+            # Nobody is there yet, or they meet elsewhere.
+            return None
+
+    def _peers_through(self, store: Any, world_size: int) -> Peers:
+        return Peers(
+            store,
+            self.rank,
+            world_size,
+            startup=self.graph.name,
+            turn=self._turn,
+            status=self._status,
+            failed=self._peer_failed,
+        )
+
     # Failure
 
     def _status(self) -> tuple[str, float]:
@@ -394,10 +435,13 @@ class Execution:
 
     def _check_timeouts(self) -> None:
         now = time.monotonic()
+        nearest = self._timeout
         for name, since in self._running.items():
             limit = self.graph[name].timeout or self._timeout
+            nearest = min(nearest, since + limit - now)
             if now - since > limit and not self._over:
                 self._fails(name, StepTimeout(name, limit), now - since)
+        watchdog.put_off(nearest)
 
     def _stop(self) -> None:
         if not self._over:
@@ -453,6 +497,7 @@ class Execution:
             self._interrupted(error, children)
             raise
         finally:
+            watchdog.stop()
             for helper in self._helpers.values():
                 helper.close()
         if self._peers is not None and (self._errors or not self._goes_on):
@@ -480,7 +525,7 @@ class Execution:
             self._peers.tell()
         try:
             if not self._over:
-                with self._alarm.limit(name, self._timeout):
+                with self._limited(name, self._timeout):
                     value = function()
         except StopIteration as error:
             ended = error
@@ -496,6 +541,16 @@ class Execution:
         if ended is not None:
             raise ended
         return value
+
+    @contextmanager
+    def _limited(self, name: str, limit: float) -> Iterator[None]:
+        """Bound a step that runs in the caller's thread, which can't look at the time meanwhile."""
+        watchdog.put_off(limit)
+        try:
+            with self._alarm.limit(name, limit):
+                yield
+        finally:
+            watchdog.stop()
 
     def _holds_collectives(self, name: str) -> bool:
         return name not in self.graph or self.graph[name].lane == "comms"
@@ -529,6 +584,8 @@ class Execution:
             note(error, f"while cleaning up: {type(other).__name__}: {other}")
 
     def _failed(self, children: set[int]) -> BaseException:
+        if self._peers is None and self._own_failure is not None:
+            self._peers = self._reached_late()
         if self._peers is not None:
             self._peers.stop()
             if self._heard is None and self._own_failure is not None:
@@ -589,6 +646,7 @@ class Execution:
         with self._lock:
             if not self._over:
                 self._fails(step, StepTimeout(step, limit), limit)
+        why = describe(_peer_error(self._heard) if self._heard is not None else StepTimeout(step, limit))
         if self._peers is not None and self._own_failure is not None:
             self._peers.stop()
             self._peers.announce(self._own_failure, look_for_cause=False)
@@ -596,8 +654,8 @@ class Execution:
         if ended.wait(GRACE):
             return
         print(
-            f"initopt: start-up {self.graph.name!r} failed on rank {self.rank}: {StepTimeout(step, limit)}. "
-            "It can't be interrupted, so the process ends. It stands here:",
+            f"initopt: start-up {self.graph.name!r} failed: {why}. Rank {self.rank} is in step {step!r} and can't be "
+            "interrupted, so its process ends. It stands here:",
             file=sys.stderr,
             flush=True,
         )

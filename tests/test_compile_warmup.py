@@ -128,6 +128,15 @@ def test_an_example_for_a_part_that_is_none() -> None:
         compile(name="prat").warm_up(model(), torch.device("cpu"))
 
 
+@pytest.mark.parametrize(("first", "order"), [(0, "abc"), (1, "bca"), (5, "cab")])
+def test_ranks_begin_with_different_parts(first: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    parts = {name: lambda name=name: events.append(name) for name in "abc"}
+    pieces = Compile(lambda m: parts, lambda device: dict.fromkeys("abc", Call()))  # type: ignore[arg-type,return-value]
+    pieces.warm_up(model(), torch.device("cpu"), first=first, between=lambda: events.append("|"))
+    assert "".join(events) == "".join(f"|{name}" for name in order)
+
+
 def test_without_examples_nothing_is_warmed_up() -> None:
     m = model()
     chosen = Compile(lambda m: {"part": m.part})
