@@ -48,11 +48,14 @@ class Result:
 
 def measure(case: str, *, ranks: int, runs: int, root: Path) -> Result:
     profile, cache = case.split("-")
-    folder = root / "inductor" / case
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.resolve())
+    folder = root.resolve() / "inductor" / case
+    # Inductor keeps its precompiled headers under the folder for temporary files, whatever its own folder is.
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TMPDIR": str(folder)}
+    folder.mkdir(parents=True, exist_ok=True)
     # Cold is the first start ever: nothing compiled, and no ledger.
     cold = cache == "cold"
-    prepare = f'rm -rf {shlex.quote(str(folder))} "$INITOPT_ROOT/ledger"' if cold else None
+    named = shlex.quote(str(folder))
+    prepare = f'rm -rf {named} "$INITOPT_ROOT/ledger"; mkdir {named}' if cold else None
     mine = command("initopt", profile, ranks)
 
     def pairs(other: Sequence[str], what: str, runs: int) -> bench.Bench:
