@@ -631,21 +631,25 @@ def _boot() -> str:
 def _commit(folder: Path) -> str:
     """The commit that the nearest git repository has checked out, or "". Read from its files: no process is forked."""
     for parent in (folder, *folder.parents):
+        own = parent / ".git"
         try:
-            head = (parent / ".git" / "HEAD").read_text().strip()
+            if own.is_file():  # a worktree, or a submodule
+                own = parent / own.read_text().strip().removeprefix("gitdir: ")
+            head = (own / "HEAD").read_text().strip()
         except OSError:
             continue
-        if not head.startswith("ref: "):
-            return head
-        ref = head.removeprefix("ref: ")
-        try:
-            return (parent / ".git" / ref).read_text().strip()
-        except OSError:
-            break
+        break
     else:
         return ""
+    if not head.startswith("ref: "):
+        return head
+    ref = head.removeprefix("ref: ")
+    common = own / "commondir"
     try:
-        packed = (parent / ".git" / "packed-refs").read_text().splitlines()
+        shared = own / common.read_text().strip() if common.exists() else own
+        if (shared / ref).exists():
+            return (shared / ref).read_text().strip()
+        packed = (shared / "packed-refs").read_text().splitlines()
     except OSError:
         return ""
     return next((line.split()[0] for line in packed if line.endswith(f" {ref}")), "")

@@ -241,11 +241,14 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
     return View(tuple(lines), data)
 
 
-def chain_view(run: Run, *, width: int = 80) -> View:
-    """The chain of steps that decided the first batch of the slowest rank, as a tree, last step first."""
-    links = critical_chain(run)
+def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
+    """The chain of steps that decided the first batch of `rank`, the slowest unless given, as a tree, last step first.
+
+    Raises RecordError for a rank that is not there or did not reach its first batch.
+    """
+    links = critical_chain(run, None if rank is None else chosen_rank(run, rank))
     data = {**about(run), "chain": [asdict(link) for link in links]}
-    total = run.first_batch(slowest_rank(run))
+    total = run.first_batch(links[0].rank)
     shown = [link for link in links if link.step != UNNAMED or link.took > 0.01 * total]
     deep = 2 if 2 * len(shown) <= width // 2 else (1 if len(shown) <= width // 2 else 0)
 
@@ -535,9 +538,9 @@ def _decided(run: Run, links: Sequence[Link]) -> str:
     if met:
         rank = max(met, key=lambda r: (met[r], -r))
         of = sum(met.values())
-        said.append(f"Rank {rank} decided {met[rank]} of {of} {'meeting' if of == 1 else 'meetings'}.")
+        said.append(f"Rank {rank} decided {met[rank]} of {of} {'collective' if of == 1 else 'collectives'}.")
     elif len(run.headers) > 1:
-        said.append(f"No meeting held it up: rank {links[0].rank} decided alone.")
+        said.append(f"No collective held it up: rank {links[0].rank} decided alone.")
     if run.graph is not None:
         on_chain = {link.step for link in links}
         slack = run.graph.slack(_per_step(run, links[0].rank, waits=True))

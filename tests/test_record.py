@@ -400,6 +400,18 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     assert [line["kind"] for line in lines(tmp_path / "0001")].count("trailer") == 1
 
 
+def test_a_worktree_has_a_commit_of_its_own(tmp_path: Path) -> None:
+    own = tmp_path / "main" / ".git" / "worktrees" / "other"
+    (own.parents[1] / "refs" / "heads").mkdir(parents=True)
+    own.mkdir(parents=True)
+    (own / "HEAD").write_text("ref: refs/heads/other\n")
+    (own / "commondir").write_text("../..\n")
+    (own.parents[1] / "refs" / "heads" / "other").write_text("dd44\n")
+    (tmp_path / "other" / "deep").mkdir(parents=True)
+    (tmp_path / "other" / ".git").write_text(f"gitdir: {own}\n")
+    assert record._commit(tmp_path / "other" / "deep") == "dd44"
+
+
 @pytest.mark.parametrize(
     ("files", "commit"),
     [
