@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from initopt import rng, watchdog
 from initopt.alarm import Alarm
-from initopt.failure import PeerFailed, StartupFailed, StepTimeout, as_exception, doing, note
+from initopt.failure import PeerFailed, StepTimeout, doing, note
 from initopt.graph import Graph, OrderError, Step
 from initopt.helper_process import HelperProcess
 from initopt.leaving import (
@@ -35,6 +35,7 @@ from initopt.leaving import (
     leave_collectives,
     sockets_now,
 )
+from initopt.outcome import Outcome, peer_error
 from initopt.peers import Failure, Peers, describe
 from initopt.record import Recorder, Span
 from initopt.thread_state import ThreadState
@@ -111,10 +112,7 @@ class Execution:
         self._running: dict[str, float] = {}
         self._left = len(graph)
         self._over = False
-        self._errors: list[BaseException] = []
-        self._heard: Failure | None = None
-        self._own_failure: Failure | None = None
-        self._was_running: dict[str, float] = {}
+        self._outcome = Outcome(graph.name, self.rank)
         self._hooks = ExitStack()
         self._hooking = threading.Lock()
         self._hooked = False
@@ -165,7 +163,7 @@ class Execution:
         if self._joined:
             return
         self._joined = True
-        self.rank = rank
+        self.rank = self._outcome.rank = rank
         self.recorder.agree(rank, world_size, store)
         if world_size == 1:
             return
@@ -446,7 +444,7 @@ class Execution:
     def _stop(self) -> None:
         if not self._over:
             now = time.monotonic()
-            self._was_running = {name: now - since for name, since in self._running.items()}
+            self._outcome.was_running = {name: now - since for name, since in self._running.items()}
         self._over = True
         self._wake()
 
@@ -456,34 +454,30 @@ class Execution:
             if not self._over:
                 self._fails(name, error, elapsed)
             elif not self._is_echo(name, error):
-                self._keep(name, error, elapsed)
+                self._outcome.keep(name, error, elapsed)
             self._wake()
 
     def _fails(self, name: str, error: BaseException, elapsed: float) -> None:
-        if isinstance(error, PeerFailed) and self._heard is not None:
+        if isinstance(error, PeerFailed) and self._outcome.heard is not None:
             return
-        self._keep(name, error, elapsed)
-        self._own_failure = Failure(self.rank, name, elapsed, describe(error))
+        self._outcome.fails(name, error, elapsed)
         self._stop()
-
-    def _keep(self, name: str, error: BaseException, elapsed: float) -> None:
-        note(error, f"start-up step {name!r} failed on rank {self.rank} after {elapsed:.1f} s")
-        self._errors.append(error)
 
     def _is_echo(self, name: str, error: BaseException) -> bool:
         """Whether a step that fails when the start-up is over does so for that reason: its meeting or helper ended."""
-        timed_out = self._own_failure is not None and self._own_failure.step == name
+        own = self._outcome.own
+        timed_out = own is not None and own.step == name
         ended = self._holds_collectives(name) or self.graph[name].lane.startswith("process:")
         return timed_out or ended or isinstance(error, _Stopped | PeerFailed)
 
     def _peer_failed(self, failure: Failure) -> None:
         with self._lock:
-            if self._heard is not None:
+            if self._outcome.heard is not None:
                 return
-            self._heard = failure
+            self._outcome.heard = failure
             self._stop()
         leave_collectives(self._sockets_before)
-        self._alarm.interrupt(_peer_error(failure))
+        self._alarm.interrupt(peer_error(failure))
 
     @contextmanager
     def _guarded(self, children: set[int]) -> Iterator[None]:
@@ -500,9 +494,9 @@ class Execution:
             watchdog.stop()
             for helper in self._helpers.values():
                 helper.close()
-        if self._peers is not None and (self._errors or not self._goes_on):
+        if self._peers is not None and (self._outcome.errors or not self._goes_on):
             self._peers.stop()
-        if self._errors or self._heard is not None:
+        if self._outcome.bad:
             raise self._failed(children)
         for thread in self._threads.values():
             thread.join()
@@ -518,7 +512,7 @@ class Execution:
         value: Any = None
         ended: StopIteration | None = None
         with self._lock:
-            self._over = self._heard is not None
+            self._over = self._outcome.heard is not None
             if not self._over:
                 self._running[name] = time.monotonic()
         if self._peers is not None:
@@ -533,7 +527,7 @@ class Execution:
             self._step_failed(name, error)
         with self._lock:
             self._running.pop(name, None)
-        if self._errors or self._heard is not None:
+        if self._outcome.bad:
             raise self._failed(self._children)
         if self._peers is not None:
             self._peers.stop()
@@ -556,68 +550,52 @@ class Execution:
         return name not in self.graph or self.graph[name].lane == "comms"
 
     def _check_at_the_end(self) -> None:
-        if self._errors or self._heard is not None:
+        if self._outcome.bad:
             return
         try:
             self._check_generators("after the last step that uses 'rng'")
         except OrderError as error:
-            self._errors.append(error)
-            self._own_failure = Failure(self.rank, "", 0.0, describe(error))
+            self._outcome.errors.append(error)
+            self._outcome.own = Failure(self.rank, "", 0.0, describe(error))
 
     def _interrupted(self, error: BaseException, children: set[int]) -> None:
         """Leave on an error that is no step's: Ctrl-C, SIGTERM, a helper that could not be started."""
+        outcome = self._outcome
         with self._lock:
             self._stop()
-        self._note_what_ran(error)
+        outcome.note_what_ran(error)
         if isinstance(error, Terminated):
             self._ends_by_signal(children)
         if self._peers is not None:
             self._peers.stop()
-            if self._heard is None:
-                step, seconds = max(self._was_running.items(), key=lambda item: item[1], default=("", 0.0))
+            if outcome.heard is None:
+                step, seconds = max(outcome.was_running.items(), key=lambda item: item[1], default=("", 0.0))
                 text = describe(error)
                 self._peers.announce(Failure(self.rank, step, seconds, text), look_for_cause=False)
         leave_collectives(self._sockets_before)
-        known = len(self._errors)
+        known = len(outcome.errors)
         self._clean_up(children)
-        for other in self._errors[known:]:
+        for other in outcome.errors[known:]:
             note(error, f"while cleaning up: {type(other).__name__}: {other}")
 
     def _failed(self, children: set[int]) -> BaseException:
-        if self._peers is None and self._own_failure is not None:
+        outcome = self._outcome
+        if self._peers is None and outcome.own is not None:
             self._peers = self._reached_late()
+        meanwhile = ""
         if self._peers is not None:
             self._peers.stop()
-            if self._heard is None and self._own_failure is not None:
-                step = self._own_failure.step
+            if outcome.heard is None and outcome.own is not None:
+                step = outcome.own.step
                 collective = bool(step) and self._holds_collectives(step)
-                first = self._peers.announce(self._own_failure, look_for_cause=collective)
+                first = self._peers.announce(outcome.own, look_for_cause=collective)
                 if first.rank != self.rank:
-                    self._heard = first
-                    if step:
-                        self._was_running = {step: self._own_failure.elapsed, **self._was_running}
-        who = self._heard or self._own_failure
-        rank = who.rank if who else self.rank
-        others = doing(self._peers.statuses(), but={self.rank, rank}) if self._peers is not None else ""
+                    outcome.was_an_echo(first)
+            failed = {outcome.first.rank} if outcome.first else set()
+            meanwhile = doing(self._peers.statuses(), but={self.rank, *failed})
         leave_collectives(self._sockets_before)
         self._clean_up(children)
-        errors = list(self._errors)
-        if self._heard is not None:
-            peer = _peer_error(self._heard)
-            self._note_what_ran(peer)
-            errors.insert(0, peer)
-        if others:
-            note(errors[0], f"meanwhile {others}")
-        for error in errors:
-            if isinstance(error, KeyboardInterrupt):
-                return error
-        at = f"in step {who.step!r} " if who and who.step else ""
-        text = f"start-up {self.graph.name!r} failed {at}on rank {rank}"
-        return StartupFailed(text, [as_exception(error) for error in errors])
-
-    def _note_what_ran(self, error: BaseException) -> None:
-        for name, seconds in self._was_running.items():
-            note(error, f"rank {self.rank} was in start-up step {name!r} for {seconds:.1f} s")
+        return outcome.error(meanwhile)
 
     def _clean_up(self, children: set[int]) -> None:
         until = time.monotonic() + GRACE
@@ -634,7 +612,7 @@ class Execution:
                 discard(self.values[name])
             except BaseException as error:
                 note(error, f"while the value of step {name!r} was discarded")
-                self._errors.append(error)
+                self._outcome.errors.append(error)
 
         # A failure must be told in time, also by a discard that hangs.
         thread = threading.Thread(target=inside, name=f"initopt-discard-{name}", daemon=True)
@@ -646,10 +624,11 @@ class Execution:
         with self._lock:
             if not self._over:
                 self._fails(step, StepTimeout(step, limit), limit)
-        why = describe(_peer_error(self._heard) if self._heard is not None else StepTimeout(step, limit))
-        if self._peers is not None and self._own_failure is not None:
+        outcome = self._outcome
+        why = describe(peer_error(outcome.heard) if outcome.heard is not None else StepTimeout(step, limit))
+        if self._peers is not None and outcome.own is not None:
             self._peers.stop()
-            self._peers.announce(self._own_failure, look_for_cause=False)
+            self._peers.announce(outcome.own, look_for_cause=False)
         leave_collectives(self._sockets_before)
         if ended.wait(GRACE):
             return
@@ -674,7 +653,3 @@ class Execution:
         print(text, file=sys.stderr, flush=True)
         self._clean_up(children)
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _peer_error(failure: Failure) -> PeerFailed:
-    return PeerFailed(failure.rank, failure.step, failure.elapsed, failure.error)
