@@ -73,7 +73,7 @@ def run(command: Sequence[str], *, env: Mapping[str, str], log: Path, timeout: f
                 members.kill()
             if process is not None:
                 # It has ended, perhaps since it was last looked at.
-                process.wait()
+                process.poll()
     return Outcome(process.returncode, left) if ended else Outcome(None)
 
 
