@@ -320,8 +320,8 @@ def ett_view(
             for g in gains
         ]
         lines += _wrap(
-            f"TTS, worker start to first batch of the slowest rank: {seconds(before)} (run {baseline.number:04d}) -> "
-            f"{seconds(start)} (run {run.number:04d})",
+            f"TTS, worker start to first batch of the slowest rank: {seconds(before)} ({_named(baseline)}) -> "
+            f"{seconds(start)} ({_named(run)})",
             width,
         )
         rows = [("job", "failures", "ETT% before -> after", "gain", "rank-hours back")]
@@ -335,6 +335,10 @@ def ett_view(
     lines += _wrap("Start-up is paid 1 + failures times. Not counted: " + "; ".join(NOT_COUNTED) + ".", width, QUIET)
     lines.append(_next("bench"))
     return View(tuple(lines), data)
+
+
+def _named(run: Run) -> str:
+    return f"{run.headers[min(run.headers)].mode}, run {run.number:04d}"
 
 
 def bench_view(
