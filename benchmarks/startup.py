@@ -6,7 +6,8 @@
 Each case is two measurements. *stock / initopt* are pairs of starts in turn. *serial / overlapped* is initopt with the
 same steps one after the other, against overlapped: what overlap alone brings. The bound is that of the overlapped
 graph, max(longest chain, CPU work / cores), with the least that each step took in the two runs of a pair, and without
-waits for other ranks.
+waits for other ranks. The CPU work is that of the ranks and of all their child processes (compilers, loader workers)
+until the first batch was done.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ class Result:
 
 def measure(case: str, *, ranks: int, runs: int, root: Path) -> Result:
     profile, cache = case.split("-")
-    folder = root / "inductor" / case
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.resolve())
+    folder = root.resolve() / "inductor" / case
+    # Inductor keeps its precompiled headers under the folder for temporary files, whatever its own folder is.
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TMPDIR": str(folder)}
+    folder.mkdir(parents=True, exist_ok=True)
     # Cold is the first start ever: nothing compiled, and no ledger.
     cold = cache == "cold"
-    prepare = f'rm -rf {shlex.quote(str(folder))} "$INITOPT_ROOT/ledger"' if cold else None
+    named = shlex.quote(str(folder))
+    prepare = f'rm -rf {named} "$INITOPT_ROOT/ledger"; mkdir {named}' if cold else None
     mine = command("initopt", profile, ranks)
 
     def pairs(other: Sequence[str], what: str, runs: int) -> bench.Bench:
@@ -84,11 +88,7 @@ def _bound(run: Run, serial: Run) -> float:
     known = [_work(run, rank), _work(serial, chain.median_rank(serial))]
     least = {name: min(times[name] for times in known if name in times) for name in graph}
     imports = min(times["imports"] for times in known)
-    # The ranks of this host share its cores; what child processes burn is not in the threads' time, so this is a floor.
-    cpu = {name: sum(span.cpu for span in run.spans if span.name == name and span.kind == "step") for name in graph}
-    first_cpu = sum(span.cpu for span in run.spans if span.kind == "import")
-    cores = run.headers[rank].cores
-    return max(imports + graph.lower_bound(least), (first_cpu + sum(cpu.values())) / cores)
+    return max(imports + graph.lower_bound(least), min(run.core_bound, serial.core_bound))
 
 
 def _work(run: Run, rank: int) -> Mapping[str, float]:

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from initopt.graph import Step as Step
     from initopt.overlap import Startup as Startup
     from initopt.overlap import Values as Values
+    from initopt.record import FIRST_STEP as FIRST_STEP
     from initopt.record import Recorder as Recorder
     from initopt.record import Span as Span
     from initopt.record import step as step
     from initopt.runs import Run as Run
 
 _HOME = {
+    "FIRST_STEP": "record",
     "Call": "compile_warmup",
     "Collective": "graph",
     "Compile": "compile_warmup",
@@ -44,6 +46,7 @@ _HOME = {
 __version__ = "0.1.0"
 
 __all__ = [
+    "FIRST_STEP",
     "Call",
     "Collective",
     "Compile",

@@ -12,15 +12,17 @@ from types import FrameType
 from initopt.failure import StepTimeout
 
 PATIENCE = 2.0
-"""Seconds that a step gets to answer the alarm before it counts as stuck."""
+"""Seconds that a step gets to answer the alarm of its own limit before it counts as stuck."""
+INTERRUPTING = 10.0
+"""Seconds that it gets to answer an interruption: it may be in the middle of a long call, with time left."""
 
 
 class Alarm:
     """Raises an error in the thread that made it, from a timer or from another thread.
 
     It needs the main thread and an unused SIGALRM; elsewhere nothing is raised, since Python has no other way to
-    interrupt a thread. Nor is a call interrupted that never returns to Python. `stuck` is called then, on a thread of
-    its own, with the step, its limit in seconds, and an event that is set if the block ends after all.
+    interrupt a thread. Nor is a call interrupted that never returns to Python. `stuck` is called then, on another
+    thread, with the step, its limit in seconds, and an event that is set if the block ends after all.
     """
 
     def __init__(self, stuck: Callable[[str, float, threading.Event], None]) -> None:
@@ -32,6 +34,7 @@ class Alarm:
             and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
         )
         self._error: BaseException | None = None
+        self._block: tuple[str, float, threading.Event] | None = None
         self._armed = False
         self._lock = threading.Lock()
 
@@ -39,7 +42,8 @@ class Alarm:
     def limit(self, step: str, seconds: float) -> Iterator[None]:
         """Raise StepTimeout inside the block once it has run for `seconds`, at once what `interrupt` gave before."""
         ended = threading.Event()
-        timer = threading.Timer(min(seconds + PATIENCE, threading.TIMEOUT_MAX), self._stuck, (step, seconds, ended))
+        self._block = (step, seconds, ended)
+        timer = threading.Timer(min(seconds + PATIENCE, threading.TIMEOUT_MAX), self._stuck, self._block)
         timer.daemon = True
         timer.start()
         try:
@@ -78,13 +82,16 @@ class Alarm:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise `error` in the block of `limit` that is running, else in the next one."""
+        """Raise `error` in the block of `limit` that is running, else in the next one. A block may turn out stuck."""
         self._error = error
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + INTERRUPTING
         # Again and again: a signal that comes just before a thread goes to sleep on a lock does not wake it.
         while time.monotonic() < until:
             with self._lock:
                 if not self._armed or self._thread.ident is None:
                     return
+                block = self._block
                 signal.pthread_kill(self._thread.ident, signal.SIGALRM)
             time.sleep(0.02)
+        if block is not None and not block[2].is_set():
+            self._stuck(*block)

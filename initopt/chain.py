@@ -79,12 +79,15 @@ def split(run: Run, rank: int) -> Split:
     return Split(total - wait - queue, wait, queue)
 
 
-def critical_chain(run: Run) -> list[Link]:
-    """The links that decided when the slowest rank had its first batch, last link first.
+def critical_chain(run: Run, rank: int | None = None) -> list[Link]:
+    """The links that decided when `rank` (default: the slowest one) had its first batch, last link first.
 
-    Raises RecordError if no rank reached its first batch.
+    Raises RecordError if that rank did not reach its first batch, or none did.
     """
-    return _Walk(run.spans, run.graph, run.zero).back(slowest_rank(run), crossing=True)
+    rank = slowest_rank(run) if rank is None else rank
+    if rank not in finished_ranks(run):
+        raise RecordError(run.path, f"rank {rank} did not finish the step {FIRST_STEP!r}, which ends a start-up")
+    return _Walk(run.spans, run.graph, run.zero).back(rank, crossing=True)
 
 
 def rank_chain(spans: Sequence[Span], graph: Graph | None, *, zero: float = 0.0) -> list[Link]:

@@ -23,7 +23,7 @@ from rich.console import Console
 from initopt import bench as measuring
 from initopt import picture, plan_view, report, trace
 from initopt.ett import LOST_WORK, Job
-from initopt.graph import Graph
+from initopt.graph import Graph, GraphError
 from initopt.record import run_numbers, run_root
 from initopt.runs import RecordError, Run
 
@@ -32,7 +32,13 @@ HOME = "summary"
 
 DAY = 86_400.0
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 RunName = Annotated[str | None, typer.Argument(metavar="RUN", help="Number or path; default: the latest.")]
 Root = Annotated[Path | None, typer.Option(help="Where runs are kept; default: $INITOPT_ROOT, else .initopt.")]
@@ -45,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     known = list(sys.argv[1:] if words is None else words)
     first = known[0] if known else ""
     verbs = {command.name for command in app.registered_commands}
-    without_verb = verbs.isdisjoint(known) and first not in ("--help", "--version")
+    without_verb = verbs.isdisjoint(known) and first not in ("-h", "--help", "--version")
     if without_verb and (first[:1] in ("", "-") or _names_run(first)):
         known.insert(0, HOME)
     for stream in (sys.stdout, sys.stderr):
@@ -94,9 +100,14 @@ def blame(
 
 
 @app.command("critical-chain")
-def critical_chain(run: RunName = None, root: Root = None, as_json: AsJson = False) -> None:
+def critical_chain(
+    run: RunName = None,
+    root: Root = None,
+    rank: Annotated[int | None, typer.Option(metavar="N", help="Default: the slowest rank.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """What decided the first batch, across ranks."""
-    _show(report.chain_view(_run(run, root), width=_width()), as_json)
+    _show(report.chain_view(_run(run, root), rank, width=_width()), as_json)
 
 
 @app.command()
@@ -323,7 +334,11 @@ def _graph(what: str | None, root: Path | None, inputs: Sequence[str]) -> Graph:
         return found
     if not hasattr(found, "graph"):
         raise ValueError(f"{what!r} is {type(found).__name__!r}: name a Startup or a Graph")
-    made: Graph = found.graph(inputs)
+    try:
+        made: Graph = found.graph(inputs)
+    except GraphError as error:
+        hint = "" if inputs else ". What `run` is given is named by --inputs"
+        raise ValueError(f"{error}{hint}") from error
     return made
 
 

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import nn
+
+_Item = TypeVar("_Item")
 
 _here = threading.local()
 _one_at_a_time = threading.Lock()
@@ -57,8 +59,14 @@ class Compile:
         for part in self.parts(model).values():
             part.compile(backend=backend, dynamic=self.dynamic, fullgraph=self.fullgraph)
 
-    def warm_up(self, model: nn.Module, device: Any) -> int:
+    def warm_up(
+        self, model: nn.Module, device: Any, *, first: int = 0, between: Callable[[], None] = lambda: None
+    ) -> int:
         """Compile the parts that have an example, on the calling thread; return how many graphs that made.
+
+        It comes in pieces: on a CPU what the C++ compiler and this host can do, one instruction set after the other,
+        then each part. `between` is called before each piece. Pieces begin at number `first` (modulo how many there
+        are): ranks that share a cache folder and begin with different pieces find the others' work there.
 
         What fails here is left to the first batch, with one warning: there it fails as it would without a warm-up, or
         not.
@@ -71,8 +79,13 @@ class Compile:
             return 0
 
         before = self.graphs()
+        if torch.device(device).type == "cpu":
+            for instructions in _from(_instruction_sets(), first):
+                between()
+                bool(instructions)
         parts = self.parts(model)
-        for name, call in self.examples(device).items():
+        for name, call in _from(list(self.examples(device).items()), first):
+            between()
             if name not in parts:
                 raise ValueError(
                     f"there is an example for {name!r}, which is no part; the parts are {', '.join(parts)}"
@@ -97,6 +110,22 @@ class Compile:
         from torch._dynamo.utils import counters
 
         return int(counters["stats"]["unique_graphs"])
+
+
+def _from(items: list[_Item], first: int) -> list[_Item]:
+    start = first % max(len(items), 1)
+    return items[start:] + items[:start]
+
+
+def _instruction_sets() -> list[Any]:
+    """Inductor's candidates for this CPU. The truth of each is whether code for it compiles and loads here.
+
+    Inductor asks all of them before its first C++ kernel; the answers are kept in the process, the binaries on disk.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    there = cpu_vec_isa.x86_isa_checker()
+    return [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in there for flag in str(isa).split())]
 
 
 class _Compiled(Exception):

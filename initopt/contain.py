@@ -71,6 +71,9 @@ def run(command: Sequence[str], *, env: Mapping[str, str], log: Path, timeout: f
             if not members.gone_within(GRACE):
                 left = tuple(_command_line(pid) for pid in members.pids())
                 members.kill()
+            if process is not None:
+                # It has ended, perhaps since it was last looked at.
+                process.poll()
     return Outcome(process.returncode, left) if ended else Outcome(None)
 
 

@@ -144,7 +144,8 @@ class Step:
     the thread it runs on, `uses` are the exclusive resources it touches (`rng`, `comms`, `cuda:0`; `fork` shuts out
     every other step while it runs, `compile` is for those that run torch's compiler). `timeout` is in
     seconds. `origin` says who declared it: program order is known only among the steps of one origin. `call_site` is
-    `file:line` of its definition.
+    `file:line` of its definition. A step that `pauses` calls `Startup.pause` now and then, so one that forks need not
+    wait for its end.
     """
 
     name: str
@@ -157,6 +158,7 @@ class Step:
     collectives: tuple[Collective, ...] = ()
     origin: str = ""
     call_site: str = ""
+    pauses: bool = False
 
 
 @dataclass(frozen=True, slots=True)

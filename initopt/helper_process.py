@@ -23,6 +23,8 @@ from typing import Any
 from initopt.failure import note
 
 _PR_SET_PDEATHSIG = 1
+_LOOK = 0.5
+"""Seconds between two looks whether the helper is still there."""
 
 
 class HelperProcess:
@@ -57,8 +59,12 @@ class HelperProcess:
             raise
         try:
             self._parent.send_bytes(message)
+            # Its end of the pipe may live on, in a process that the step has started.
+            while not self._parent.poll(_LOOK):
+                if not self._process.is_alive() and not self._parent.poll():
+                    raise EOFError
             done, value, trace = pickle.loads(self._parent.recv_bytes())
-        except (EOFError, ConnectionError) as error:
+        except (EOFError, OSError) as error:
             self._process.join(1.0)
             raise RuntimeError(
                 f"the helper process of lane {self.lane!r} ended with exit code {self._process.exitcode} "

@@ -6,6 +6,7 @@ whatever the timing. The other lanes start the ready step that comes first in th
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import heapq
 import os
@@ -20,9 +21,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from initopt import rng
+from initopt import rng, watchdog
 from initopt.alarm import Alarm
-from initopt.failure import PeerFailed, StartupFailed, StepTimeout, as_exception, doing, note
+from initopt.failure import PeerFailed, StepTimeout, doing, note
 from initopt.graph import Graph, OrderError, Step
 from initopt.helper_process import HelperProcess
 from initopt.leaving import (
@@ -34,7 +35,8 @@ from initopt.leaving import (
     leave_collectives,
     sockets_now,
 )
-from initopt.peers import Failure, Peers, attempt_of_job, describe
+from initopt.outcome import Outcome, peer_error
+from initopt.peers import Failure, Peers, describe
 from initopt.record import Recorder, Span
 from initopt.thread_state import ThreadState
 
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 GRACE = 2.0
 """Seconds that running steps get to end by themselves after a failure, before the error is raised without them."""
+REACH = 5.0
+"""Seconds in which a rank that fails before it has joined the others tries to reach them."""
 TICK = 0.25
 """Seconds between two looks at the steps' timeouts."""
 
@@ -85,7 +89,7 @@ class Execution:
         self.recorder = recorder
         self.values: dict[str, Any] = dict(inputs)
         self.rank = int(os.environ.get("RANK", "0"))
-        self._attempt = f"{attempt_of_job()}.{graph.name}.{_runs[graph.name]}"
+        self._turn = _runs[graph.name]
         self._tasks = tasks
         self._timeout = timeout
         self._plugins = plugins
@@ -108,10 +112,7 @@ class Execution:
         self._running: dict[str, float] = {}
         self._left = len(graph)
         self._over = False
-        self._errors: list[BaseException] = []
-        self._heard: Failure | None = None
-        self._own_failure: Failure | None = None
-        self._was_running: dict[str, float] = {}
+        self._outcome = Outcome(graph.name, self.rank)
         self._hooks = ExitStack()
         self._hooking = threading.Lock()
         self._hooked = False
@@ -162,13 +163,11 @@ class Execution:
         if self._joined:
             return
         self._joined = True
-        self.rank = rank
+        self.rank = self._outcome.rank = rank
         self.recorder.agree(rank, world_size, store)
         if world_size == 1:
             return
-        self._peers = Peers(
-            store, rank, world_size, attempt=self._attempt, status=self._status, failed=self._peer_failed
-        )
+        self._peers = self._peers_through(store, world_size)
         self._peers.start()
         mine = self.graph.lanes().get("comms", ())
         theirs = self._peers.agree("comms", "\n".join(mine)).split("\n")
@@ -199,6 +198,22 @@ class Execution:
             with self._lock:
                 self._alone.remove(step)
                 self._wake()
+
+    def pause(self) -> None:
+        """Let the steps that must run alone do so now, from a step that runs."""
+        name = self.recorder.step_here()
+        with self._lock:
+            since = self._running.get(name)
+            if since is None or not self._alone or self._serial:
+                return
+            self._running.pop(name)
+            self._notify()
+            stopped = time.monotonic()
+            while self._alone and not self._over:
+                self._changed.wait()
+            self._running[name] = since + (time.monotonic() - stopped)
+            if self._over:
+                raise _Stopped(name)
 
     def _coordinate(self) -> None:
         # The steps that fork run here: torch's loader watches its workers by signals only from the main thread, and the
@@ -279,7 +294,7 @@ class Execution:
             with ExitStack() as stack:
                 stack.enter_context(self.recorder.current_step(name, lane=step.lane))
                 if threading.current_thread() is self._caller:
-                    stack.enter_context(self._alarm.limit(name, step.timeout or self._timeout))
+                    stack.enter_context(self._limited(name, step.timeout or self._timeout))
                 if "rng" in step.uses:
                     self._check_generators(f"before {name!r}")
                 if not self._serial and not {"rng", "fork", "compile"} & set(step.uses):
@@ -382,6 +397,30 @@ class Execution:
             store = distributed.distributed_c10d._get_default_store()
             self.join(store, distributed.get_rank(), distributed.get_world_size())
 
+    def _reached_late(self) -> Peers | None:
+        """Connect to the others just to tell of a failure: this rank's start-up had not got so far as to join them."""
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+        if self._joined or world_size == 1 or not hasattr(distributed, "rendezvous"):
+            return None
+        try:
+            store, *_ = next(distributed.rendezvous("env://", timeout=datetime.timedelta(seconds=REACH)))
+            return self._peers_through(store, world_size)
+        except Exception:
+            # Nobody is there yet, or they meet elsewhere.
+            return None
+
+    def _peers_through(self, store: Any, world_size: int) -> Peers:
+        return Peers(
+            store,
+            self.rank,
+            world_size,
+            startup=self.graph.name,
+            turn=self._turn,
+            status=self._status,
+            failed=self._peer_failed,
+        )
+
     # Failure
 
     def _status(self) -> tuple[str, float]:
@@ -394,15 +433,18 @@ class Execution:
 
     def _check_timeouts(self) -> None:
         now = time.monotonic()
+        nearest = self._timeout
         for name, since in self._running.items():
             limit = self.graph[name].timeout or self._timeout
+            nearest = min(nearest, since + limit - now)
             if now - since > limit and not self._over:
                 self._fails(name, StepTimeout(name, limit), now - since)
+        watchdog.put_off(nearest)
 
     def _stop(self) -> None:
         if not self._over:
             now = time.monotonic()
-            self._was_running = {name: now - since for name, since in self._running.items()}
+            self._outcome.was_running = {name: now - since for name, since in self._running.items()}
         self._over = True
         self._wake()
 
@@ -412,34 +454,30 @@ class Execution:
             if not self._over:
                 self._fails(name, error, elapsed)
             elif not self._is_echo(name, error):
-                self._keep(name, error, elapsed)
+                self._outcome.keep(name, error, elapsed)
             self._wake()
 
     def _fails(self, name: str, error: BaseException, elapsed: float) -> None:
-        if isinstance(error, PeerFailed) and self._heard is not None:
+        if isinstance(error, PeerFailed) and self._outcome.heard is not None:
             return
-        self._keep(name, error, elapsed)
-        self._own_failure = Failure(self.rank, name, elapsed, describe(error))
+        self._outcome.fails(name, error, elapsed)
         self._stop()
-
-    def _keep(self, name: str, error: BaseException, elapsed: float) -> None:
-        note(error, f"start-up step {name!r} failed on rank {self.rank} after {elapsed:.1f} s")
-        self._errors.append(error)
 
     def _is_echo(self, name: str, error: BaseException) -> bool:
         """Whether a step that fails when the start-up is over does so for that reason: its meeting or helper ended."""
-        timed_out = self._own_failure is not None and self._own_failure.step == name
+        own = self._outcome.own
+        timed_out = own is not None and own.step == name
         ended = self._holds_collectives(name) or self.graph[name].lane.startswith("process:")
         return timed_out or ended or isinstance(error, _Stopped | PeerFailed)
 
     def _peer_failed(self, failure: Failure) -> None:
         with self._lock:
-            if self._heard is not None:
+            if self._outcome.heard is not None:
                 return
-            self._heard = failure
+            self._outcome.heard = failure
             self._stop()
         leave_collectives(self._sockets_before)
-        self._alarm.interrupt(_peer_error(failure))
+        self._alarm.interrupt(peer_error(failure))
 
     @contextmanager
     def _guarded(self, children: set[int]) -> Iterator[None]:
@@ -453,11 +491,12 @@ class Execution:
             self._interrupted(error, children)
             raise
         finally:
+            watchdog.stop()
             for helper in self._helpers.values():
                 helper.close()
-        if self._peers is not None and (self._errors or not self._goes_on):
+        if self._peers is not None and (self._outcome.errors or not self._goes_on):
             self._peers.stop()
-        if self._errors or self._heard is not None:
+        if self._outcome.bad:
             raise self._failed(children)
         for thread in self._threads.values():
             thread.join()
@@ -473,14 +512,14 @@ class Execution:
         value: Any = None
         ended: StopIteration | None = None
         with self._lock:
-            self._over = self._heard is not None
+            self._over = self._outcome.heard is not None
             if not self._over:
                 self._running[name] = time.monotonic()
         if self._peers is not None:
             self._peers.tell()
         try:
             if not self._over:
-                with self._alarm.limit(name, self._timeout):
+                with self._limited(name, self._timeout):
                     value = function()
         except StopIteration as error:
             ended = error
@@ -488,7 +527,7 @@ class Execution:
             self._step_failed(name, error)
         with self._lock:
             self._running.pop(name, None)
-        if self._errors or self._heard is not None:
+        if self._outcome.bad:
             raise self._failed(self._children)
         if self._peers is not None:
             self._peers.stop()
@@ -497,70 +536,66 @@ class Execution:
             raise ended
         return value
 
+    @contextmanager
+    def _limited(self, name: str, limit: float) -> Iterator[None]:
+        """Bound a step that runs in the caller's thread, which can't look at the time meanwhile."""
+        watchdog.put_off(limit)
+        try:
+            with self._alarm.limit(name, limit):
+                yield
+        finally:
+            watchdog.stop()
+
     def _holds_collectives(self, name: str) -> bool:
         return name not in self.graph or self.graph[name].lane == "comms"
 
     def _check_at_the_end(self) -> None:
-        if self._errors or self._heard is not None:
+        if self._outcome.bad:
             return
         try:
             self._check_generators("after the last step that uses 'rng'")
         except OrderError as error:
-            self._errors.append(error)
-            self._own_failure = Failure(self.rank, "", 0.0, describe(error))
+            self._outcome.errors.append(error)
+            self._outcome.own = Failure(self.rank, "", 0.0, describe(error))
 
     def _interrupted(self, error: BaseException, children: set[int]) -> None:
         """Leave on an error that is no step's: Ctrl-C, SIGTERM, a helper that could not be started."""
+        outcome = self._outcome
         with self._lock:
             self._stop()
-        self._note_what_ran(error)
+        outcome.note_what_ran(error)
         if isinstance(error, Terminated):
             self._ends_by_signal(children)
         if self._peers is not None:
             self._peers.stop()
-            if self._heard is None:
-                step, seconds = max(self._was_running.items(), key=lambda item: item[1], default=("", 0.0))
+            if outcome.heard is None:
+                step, seconds = max(outcome.was_running.items(), key=lambda item: item[1], default=("", 0.0))
                 text = describe(error)
                 self._peers.announce(Failure(self.rank, step, seconds, text), look_for_cause=False)
         leave_collectives(self._sockets_before)
-        known = len(self._errors)
+        known = len(outcome.errors)
         self._clean_up(children)
-        for other in self._errors[known:]:
+        for other in outcome.errors[known:]:
             note(error, f"while cleaning up: {type(other).__name__}: {other}")
 
     def _failed(self, children: set[int]) -> BaseException:
+        outcome = self._outcome
+        if self._peers is None and outcome.own is not None:
+            self._peers = self._reached_late()
+        meanwhile = ""
         if self._peers is not None:
             self._peers.stop()
-            if self._heard is None and self._own_failure is not None:
-                step = self._own_failure.step
+            if outcome.heard is None and outcome.own is not None:
+                step = outcome.own.step
                 collective = bool(step) and self._holds_collectives(step)
-                first = self._peers.announce(self._own_failure, look_for_cause=collective)
+                first = self._peers.announce(outcome.own, look_for_cause=collective)
                 if first.rank != self.rank:
-                    self._heard = first
-                    if step:
-                        self._was_running = {step: self._own_failure.elapsed, **self._was_running}
-        who = self._heard or self._own_failure
-        rank = who.rank if who else self.rank
-        others = doing(self._peers.statuses(), but={self.rank, rank}) if self._peers is not None else ""
+                    outcome.was_an_echo(first)
+            failed = {outcome.first.rank} if outcome.first else set()
+            meanwhile = doing(self._peers.statuses(), but={self.rank, *failed})
         leave_collectives(self._sockets_before)
         self._clean_up(children)
-        errors = list(self._errors)
-        if self._heard is not None:
-            peer = _peer_error(self._heard)
-            self._note_what_ran(peer)
-            errors.insert(0, peer)
-        if others:
-            note(errors[0], f"meanwhile {others}")
-        for error in errors:
-            if isinstance(error, KeyboardInterrupt):
-                return error
-        at = f"in step {who.step!r} " if who and who.step else ""
-        text = f"start-up {self.graph.name!r} failed {at}on rank {rank}"
-        return StartupFailed(text, [as_exception(error) for error in errors])
-
-    def _note_what_ran(self, error: BaseException) -> None:
-        for name, seconds in self._was_running.items():
-            note(error, f"rank {self.rank} was in start-up step {name!r} for {seconds:.1f} s")
+        return outcome.error(meanwhile)
 
     def _clean_up(self, children: set[int]) -> None:
         until = time.monotonic() + GRACE
@@ -577,7 +612,7 @@ class Execution:
                 discard(self.values[name])
             except BaseException as error:
                 note(error, f"while the value of step {name!r} was discarded")
-                self._errors.append(error)
+                self._outcome.errors.append(error)
 
         # A failure must be told in time, also by a discard that hangs.
         thread = threading.Thread(target=inside, name=f"initopt-discard-{name}", daemon=True)
@@ -589,15 +624,17 @@ class Execution:
         with self._lock:
             if not self._over:
                 self._fails(step, StepTimeout(step, limit), limit)
-        if self._peers is not None and self._own_failure is not None:
+        outcome = self._outcome
+        why = describe(peer_error(outcome.heard) if outcome.heard is not None else StepTimeout(step, limit))
+        if self._peers is not None and outcome.own is not None:
             self._peers.stop()
-            self._peers.announce(self._own_failure, look_for_cause=False)
+            self._peers.announce(outcome.own, look_for_cause=False)
         leave_collectives(self._sockets_before)
         if ended.wait(GRACE):
             return
         print(
-            f"initopt: start-up {self.graph.name!r} failed on rank {self.rank}: {StepTimeout(step, limit)}. "
-            "It can't be interrupted, so the process ends. It stands here:",
+            f"initopt: start-up {self.graph.name!r} failed: {why}. Rank {self.rank} is in step {step!r} and can't be "
+            "interrupted, so its process ends. It stands here:",
             file=sys.stderr,
             flush=True,
         )
@@ -616,7 +653,3 @@ class Execution:
         print(text, file=sys.stderr, flush=True)
         self._clean_up(children)
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _peer_error(failure: Failure) -> PeerFailed:
-    return PeerFailed(failure.rank, failure.step, failure.elapsed, failure.error)

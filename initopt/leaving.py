@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+from initopt import process_tree
+
 PATIENCE = 2.0
 """Seconds that killed children get to be gone."""
 
@@ -63,15 +65,10 @@ def joined_distributed() -> Any:
 
 def children_now() -> set[int]:
     """Return the process ids of this process's children."""
-    found: set[int] = set()
-    with suppress(OSError):
-        # A child stands under the thread that made it.
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
-                found |= {int(pid) for pid in file.read().split()}
     import multiprocessing
 
-    return found | {child.pid for child in multiprocessing.active_children() if child.pid is not None}
+    known = {child.pid for child in multiprocessing.active_children() if child.pid is not None}
+    return process_tree.children() | known
 
 
 def end_children(pids: set[int]) -> None:

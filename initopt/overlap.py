@@ -109,14 +109,15 @@ class Startup:
         stage: str | None = None,
         timeout: float | None = None,
         collectives: Iterable[Collective] = (),
+        pauses: bool = False,
         early: bool = False,
         discard: Callable[[Any], None] | None = None,
         origin: str = "",
     ) -> Any:
         """Declare `function` as a step; usable as a decorator with or without arguments. Returns the function.
 
-        `lane`, `uses`, `stage` and `timeout` (seconds) are those of `graph.Step`. `after` and `before` order it
-        against steps whose values it does not take or give. `early`: the step forks or waits long and draws random
+        `lane`, `uses`, `stage`, `timeout` (seconds) and `pauses` are those of `graph.Step`. `after` and `before` order
+        it against steps whose values it does not take or give. `early`: the step forks or waits long and draws random
         numbers only in passing; from the second start-up on it runs first, from the generator state that it will have
         in its turn (see `rng`). `discard` is called with the value when the start-up fails or the value is thrown
         away. `origin` is for plugins: program order between two origins is never assumed for steps that draw random
@@ -136,6 +137,7 @@ class Startup:
                 stage=stage,
                 timeout=timeout,
                 collectives=collectives,
+                pauses=pauses,
                 early=early,
                 discard=discard,
                 origin=origin,
@@ -154,6 +156,7 @@ class Startup:
             timeout=timeout,
             collectives=tuple(collectives),
             origin=origin,
+            pauses=pauses,
         )
         if step.name in self._declared:
             raise GraphError(
@@ -245,6 +248,14 @@ class Startup:
         """
         if self._execution is not None:
             self._execution.join(store, rank, world_size)
+
+    def pause(self) -> None:
+        """Let the steps that fork have their turn, from a long step, where its thread holds no lock.
+
+        Returns at once where none waits. A step that calls it is declared with `pauses=True`.
+        """
+        if self._execution is not None:
+            self._execution.pause()
 
     def report(self) -> str:
         """Say where the last start-up of this object spent its time, as `initopt` prints it."""

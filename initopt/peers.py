@@ -22,12 +22,13 @@ from initopt.failure import doing
 
 BEAT = 0.5
 """Seconds between two status writes of a rank."""
-SILENCE = 15.0
+SILENCE = 60.0
 """Seconds of silence after which a rank on another host counts as lost. On the same host its process is looked at."""
 CAUSE = 2.0
 """Seconds that a rank whose collective failed waits for a better explanation than its own error."""
 PATIENCE = 30.0
 """Seconds in one step after which rank 0 says, and goes on saying, what each rank is doing."""
+_NOW = "startup of rank 0"
 ENDED = "ended"
 """The status of a rank whose start-up has ended."""
 LONGEST = 4000
@@ -55,8 +56,9 @@ class Peers:
 
     `store` is a torch.distributed store that all ranks share; a connection of its own is cloned from it, so that the
     trainer's waiting reads never hold up this one. A connection does one thing at a time, so nothing here waits inside
-    the store either: what is not there yet is asked for again. `attempt` tells the restarts of a job
-    apart. `status` returns what this rank is doing: the step and the seconds since it began.
+    the store either: what is not there yet is asked for again. `startup` is the name of the start-up, `turn` counts
+    those of that name in this process. `status` returns what this rank is doing: the step and the seconds since it
+    began.
     """
 
     def __init__(
@@ -65,7 +67,8 @@ class Peers:
         rank: int,
         world_size: int,
         *,
-        attempt: str,
+        startup: str,
+        turn: int,
         status: Callable[[], tuple[str, float]],
         failed: Callable[[Failure], None],
     ) -> None:
@@ -73,7 +76,10 @@ class Peers:
 
         self.rank = rank
         self.world_size = world_size
-        self._own = PrefixStore(f"initopt/{attempt}", store.clone())
+        # Ranks may differ in what they ran before, so that a count of all start-ups would not be the same.
+        self._startup = f"{startup}.{turn}"
+        self._job = PrefixStore(f"initopt/{attempt_of_job()}", store.clone())
+        self._own = PrefixStore(self._startup, self._job)
         self._status = status
         self._failed = failed
         self._ended = threading.Event()
@@ -94,13 +100,24 @@ class Peers:
     def agree(self, key: str, value: str) -> str:
         """Return rank 0's value for `key`. Waits for rank 0 to say it; RuntimeError if the start-up fails meanwhile."""
         if self.rank == 0:
+            self._job.set(_NOW, self._startup)
             self._own.set(key, value)
             return value
+        speak = time.monotonic() + PATIENCE
         while not self._own.check([key]):
             if self._over.is_set() or self._ended.is_set():
                 raise RuntimeError(f"the start-up was over before rank 0 said its {key!r}")
+            if time.monotonic() > speak:
+                speak += PATIENCE
+                self._say_who_waits()
             time.sleep(0.01)
         return str(self._own.get(key).decode())
+
+    def _say_who_waits(self) -> None:
+        theirs = self._job.get(_NOW).decode() if self._job.check([_NOW]) else ""
+        at = f"was last in start-up {theirs!r}: give both the same name if they are one" if theirs else "has begun none"
+        text = f"initopt: rank {self.rank} waits in start-up {self._startup!r} for rank 0, which {at}"
+        print(text, file=sys.stderr, flush=True)
 
     def announce(self, failure: Failure, *, look_for_cause: bool) -> Failure:
         """Tell all ranks of `failure`; return the first one announced, which may be another rank's.

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from initopt.process_tree import cpu_seconds
+
 if TYPE_CHECKING:
     from io import FileIO
 
@@ -79,7 +81,7 @@ class Header:
     `process_start` is unix time in seconds; `zero` says where it is from: the kernel, or (where that can't be asked)
     the first import of this file. Ranks with the same `clock` read the same clock: it names the machine's boot. `mode`
     is `stock`, `serial` or `overlap`. `labels` go with every number made from this run (for example `emulated: reader
-    latency 4 s`). `cores` are those that this process may run on.
+    latency 4 s`). `cores` are those that this process may run on, `host_cores` all that the system sees.
     """
 
     rank: int
@@ -96,6 +98,7 @@ class Header:
     format: int = FORMAT
     clock: str = ""
     zero: Literal["kernel", "import"] = "kernel"
+    host_cores: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +112,25 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True)
-class Trailer:
-    """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds.
+class Usage:
+    """The CPU seconds that a rank's process and all its descendants had used `at` seconds after its start.
 
-    `cpu` are the CPU seconds of the process and of its children that have been waited for.
+    It is taken at the end of the first training step; where there is none, when the record is closed.
     """
+
+    at: float
+    cpu: float
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds."""
 
     rank: int
     end: float
     own_cost: float
     peak_rss: int
-    cpu: float
 
 
 class Store(Protocol):
@@ -186,7 +197,8 @@ class Recorder:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._where = threading.local()
-        self._waiting: list[Span | Digest | _Group] = []
+        self._waiting: list[_Record] = []
+        self._usage_written = False
         self._file: FileIO | None = None
         self._run_key = ""
         self._store: Store | None = None
@@ -346,6 +358,7 @@ class Recorder:
                         else "the ranks have no process group yet"
                     )
                     raise RuntimeError(f"{why}, {len(self._waiting)} records are lost")
+                self._put_usage()
                 self._write_line(self._trailer())
                 self._stopped = True
                 self._file.close()
@@ -375,18 +388,28 @@ class Recorder:
         thread = threading.current_thread()
         return "main" if thread is threading.main_thread() else thread.name
 
-    def _write(self, record: Span | Digest | _Group, entered: float) -> None:
+    def _write(self, record: _Record, entered: float) -> None:
         """Write or keep a record; what it took since `entered` (`time.thread_time`) is the recorder's own cost."""
         if self._silent():
             return
         with self._fail_safe(), self._lock:
             if self._stopped:
                 return
-            if self._file is None:
-                self._waiting.append(record)
-            else:
-                self._write_line(record)
+            self._put(record)
+            if isinstance(record, Span) and record.kind == "step" and record.name == FIRST_STEP and not record.error:
+                self._put_usage()
             self._own_cost += time.thread_time() - entered
+
+    def _put(self, record: _Record) -> None:
+        if self._file is None:
+            self._waiting.append(record)
+        else:
+            self._write_line(record)
+
+    def _put_usage(self) -> None:
+        if not self._usage_written:
+            self._usage_written = True
+            self._put(Usage(self.now(), cpu_seconds()))
 
     def _silent(self) -> bool:
         """Whether nothing is written any more. A forked process has this object, its lock perhaps held, but no part."""
@@ -468,6 +491,7 @@ class Recorder:
             pid=self._pid,
             process_start=self._process_start,
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            host_cores=os.cpu_count() or 1,
             labels=self._labels,
             commit=_commit(Path.cwd()),
             versions=_versions(),
@@ -479,22 +503,20 @@ class Recorder:
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        times = os.times()
         return Trailer(
             rank=self.rank,
             end=self.now(),
             own_cost=self._own_cost,
             peak_rss=peak if sys.platform == "darwin" else peak * 1024,
-            cpu=times.user + times.system + times.children_user + times.children_system,
         )
 
-    def _write_line(self, record: Span | Digest | _Group | Header | Trailer) -> None:
+    def _write_line(self, record: _Record | Header | Trailer) -> None:
         import msgspec
 
         if isinstance(record, Span):
             line = msgspec.json.encode(record if record.rank == self.rank else replace(record, rank=self.rank))
         else:
-            if isinstance(record, Digest):
+            if isinstance(record, Digest | Usage):
                 record = replace(record, rank=self.rank)
             line = msgspec.json.encode({"kind": _LINE[type(record)], **msgspec.to_builtins(record)})
         assert self._file is not None
@@ -526,7 +548,9 @@ class _Group:
     ranks: tuple[int, ...]
 
 
-_LINE = {Header: "header", Digest: "digest", _Group: "group", Trailer: "trailer"}
+_Record = Span | Digest | Usage | _Group
+
+_LINE = {Header: "header", Digest: "digest", Usage: "usage", _Group: "group", Trailer: "trailer"}
 
 
 class _Meetings:
@@ -607,21 +631,25 @@ def _boot() -> str:
 def _commit(folder: Path) -> str:
     """The commit that the nearest git repository has checked out, or "". Read from its files: no process is forked."""
     for parent in (folder, *folder.parents):
+        own = parent / ".git"
         try:
-            head = (parent / ".git" / "HEAD").read_text().strip()
+            if own.is_file():  # a worktree, or a submodule
+                own = parent / own.read_text().strip().removeprefix("gitdir: ")
+            head = (own / "HEAD").read_text().strip()
         except OSError:
             continue
-        if not head.startswith("ref: "):
-            return head
-        ref = head.removeprefix("ref: ")
-        try:
-            return (parent / ".git" / ref).read_text().strip()
-        except OSError:
-            break
+        break
     else:
         return ""
+    if not head.startswith("ref: "):
+        return head
+    ref = head.removeprefix("ref: ")
+    common = own / "commondir"
     try:
-        packed = (parent / ".git" / "packed-refs").read_text().splitlines()
+        shared = own / common.read_text().strip() if common.exists() else own
+        if (shared / ref).exists():
+            return (shared / ref).read_text().strip()
+        packed = (shared / "packed-refs").read_text().splitlines()
     except OSError:
         return ""
     return next((line.split()[0] for line in packed if line.endswith(f" {ref}")), "")

@@ -42,6 +42,8 @@ JSON_VERSION = 1
 LONGEST = "bold red"
 QUIET = "dim"
 _BLAME_ROWS = 10
+_CORES_FULL = 0.7
+"""The part of a start-up that its CPU work, spread over all cores, must fill before the summary speaks of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         queue=parts.queue,
         total=parts.total,
         planned=None,
+        core_bound=run.core_bound,
     )
     lines = _head(run, width)
     first = Text.assemble(f"{run.goal.capitalize()} after ", (seconds(parts.total), "bold"))
@@ -169,6 +172,9 @@ def summary(run: Run, *, width: int = 80) -> View:
         data["planned"] = end
         on = f"{lanes} {'lane' if lanes == 1 else 'lanes'}"
         lines += _wrap(f"Planned with this graph on {on}, nobody waiting: ~{seconds(end)}", width)
+    if run.core_bound > _CORES_FULL * parts.total:
+        full = f"CPU work that fills all cores of the host for {seconds(run.core_bound)}: overlap can't go below that"
+        lines += _wrap(full, width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     lines.append(_next("blame", "critical-chain", "plot"))
     return View(tuple(lines), data)
@@ -235,11 +241,14 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
     return View(tuple(lines), data)
 
 
-def chain_view(run: Run, *, width: int = 80) -> View:
-    """The chain of steps that decided the first batch of the slowest rank, as a tree, last step first."""
-    links = critical_chain(run)
+def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
+    """The chain of steps that decided the first batch of `rank`, the slowest unless given, as a tree, last step first.
+
+    Raises RecordError for a rank that is not there or did not reach its first batch.
+    """
+    links = critical_chain(run, None if rank is None else chosen_rank(run, rank))
     data = {**about(run), "chain": [asdict(link) for link in links]}
-    total = run.first_batch(slowest_rank(run))
+    total = run.first_batch(links[0].rank)
     shown = [link for link in links if link.step != UNNAMED or link.took > 0.01 * total]
     deep = 2 if 2 * len(shown) <= width // 2 else (1 if len(shown) <= width // 2 else 0)
 
@@ -311,8 +320,8 @@ def ett_view(
             for g in gains
         ]
         lines += _wrap(
-            f"TTS, worker start to first batch of the slowest rank: {seconds(before)} (run {baseline.number:04d}) -> "
-            f"{seconds(start)} (run {run.number:04d})",
+            f"TTS, worker start to first batch of the slowest rank: {seconds(before)} ({_named(baseline)}) -> "
+            f"{seconds(start)} ({_named(run)})",
             width,
         )
         rows = [("job", "failures", "ETT% before -> after", "gain", "rank-hours back")]
@@ -326,6 +335,10 @@ def ett_view(
     lines += _wrap("Start-up is paid 1 + failures times. Not counted: " + "; ".join(NOT_COUNTED) + ".", width, QUIET)
     lines.append(_next("bench"))
     return View(tuple(lines), data)
+
+
+def _named(run: Run) -> str:
+    return f"{run.headers[min(run.headers)].mode}, run {run.number:04d}"
 
 
 def bench_view(
@@ -529,9 +542,9 @@ def _decided(run: Run, links: Sequence[Link]) -> str:
     if met:
         rank = max(met, key=lambda r: (met[r], -r))
         of = sum(met.values())
-        said.append(f"Rank {rank} decided {met[rank]} of {of} {'meeting' if of == 1 else 'meetings'}.")
+        said.append(f"Rank {rank} decided {met[rank]} of {of} {'collective' if of == 1 else 'collectives'}.")
     elif len(run.headers) > 1:
-        said.append(f"No meeting held it up: rank {links[0].rank} decided alone.")
+        said.append(f"No collective held it up: rank {links[0].rank} decided alone.")
     if run.graph is not None:
         on_chain = {link.step for link in links}
         slack = run.graph.slack(_per_step(run, links[0].rank, waits=True))

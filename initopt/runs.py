@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from initopt.record import FIRST_STEP, FORMAT, Digest, Header, Span, Trailer, run_numbers, run_root
+from initopt.record import FIRST_STEP, FORMAT, Digest, Header, Span, Trailer, Usage, run_numbers, run_root
 
 if TYPE_CHECKING:
     from initopt.graph import Graph
@@ -41,7 +41,7 @@ _LEFT_TOGETHER = frozenset(
 """The meetings that no rank leaves before the last one came, and that end on all of them at nearly the same moment."""
 
 Meeting = tuple[str, int]
-_Record = TypeVar("_Record", Header, Span, Digest, Trailer)
+_Record = TypeVar("_Record", Header, Span, Digest, Usage, Trailer)
 
 
 class RecordError(ValueError):
@@ -85,6 +85,7 @@ class Run:
     graph: Graph | None = None
     digests: tuple[Digest, ...] = ()
     trailers: Mapping[int, Trailer] = field(default_factory=dict)
+    usages: Mapping[int, Usage] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     missing_ranks: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -112,6 +113,25 @@ class Run:
     def own_cost(self) -> float:
         """Seconds that recording took on the rank where it took most. 0.0 if no rank came to its last line."""
         return max((trailer.own_cost for trailer in self.trailers.values()), default=0.0)
+
+    @cached_property
+    def core_bound(self) -> float:
+        """Seconds that the CPU work of the busiest host takes at least, all its cores at work: no schedule beats it.
+
+        0.0 where no rank left what it used.
+        """
+        ranks: defaultdict[str, list[int]] = defaultdict(list)
+        for rank in self.usages:
+            ranks[self.headers[rank].host].append(rank)
+        return max((self._core_bound(found) for found in ranks.values()), default=0.0)
+
+    def _core_bound(self, ranks: list[int]) -> float:
+        # Ranks may share cores or have some each, so this is the most that they can have together.
+        headers = [self.headers[rank] for rank in ranks]
+        cores = min(
+            sum(header.cores for header in headers), max(header.host_cores or header.cores for header in headers)
+        )
+        return sum(self.usages[rank].cpu for rank in ranks) / cores
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         """The spans of one rank, in order of their start."""
@@ -170,6 +190,7 @@ class _File:
     digests: list[Digest] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     trailer: Trailer | None = None
+    usage: Usage | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -202,6 +223,8 @@ def _read(path: Path) -> _File:
                 file.groups[msgspec.convert(values["name"], str)] = msgspec.convert(values["ranks"], tuple[int, ...])
             except (KeyError, msgspec.ValidationError) as error:
                 raise RecordError(path, f"a group needs `name` and `ranks`: {error}", number) from None
+        elif kind == "usage":
+            file.usage = _convert(Usage, values, path, number)
         elif kind == "trailer":
             file.trailer = _convert(Trailer, values, path, number)
         else:
@@ -274,6 +297,7 @@ def _joined(path: Path, files: list[_File]) -> Run:
         graph=graph,
         digests=tuple(digest for file in files for digest in file.digests),
         trailers={file.trailer.rank: file.trailer for file in files if file.trailer is not None},
+        usages={file.usage.rank: file.usage for file in files if file.usage is not None},
         groups=groups,
         missing_ranks=missing,
         warnings=tuple(warnings),

@@ -18,20 +18,22 @@ def simulate(
     """The spans of one start-up by start time, in which step `s` takes `seconds[s]`.
 
     Each lane runs one step at a time: of those that are ready (every predecessor has ended) the earliest in
-    `graph.order()`. A step that uses `fork` runs alone; once it is ready, nothing else starts before it. With `cores`
-    at most so many steps run at once. `serial` runs one step after the other in `graph.order()`. Raises GraphError
-    where a step has no duration.
+    `graph.order()`. A step that uses `fork` runs alone; once it is ready, nothing else starts before it. Steps that
+    pause make way for it at once, and take that much longer. With `cores` at most so many steps run at once. `serial`
+    runs one step after the other in `graph.order()`. Raises GraphError where a step has no duration.
     """
     took = durations(graph, seconds)
     if cores is not None and cores < 1:
         raise ValueError(f"cores must be at least 1, not {cores}")
-    starts = _serial(graph, took) if serial else _Schedule(graph, took, cores).starts()
-    return [_span(graph, name, start, took[name]) for name, start in starts]
+    if serial:
+        return [_span(graph, name, start, start + took[name]) for name, start in _serial(graph, took)]
+    schedule = _Schedule(graph, took, cores)
+    return [_span(graph, name, start, schedule.ends[name]) for name, start in schedule.starts()]
 
 
-def _span(graph: Graph, name: str, start: float, took: float) -> Span:
+def _span(graph: Graph, name: str, start: float, end: float) -> Span:
     step = graph[name]
-    return Span(name, start, start + took, lane=step.lane, stage=step.stage, call_site=step.call_site)
+    return Span(name, start, end, lane=step.lane, stage=step.stage, call_site=step.call_site)
 
 
 def _serial(graph: Graph, took: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -53,6 +55,7 @@ class _Schedule:
         self.took = [took[name] for name in self.order]
         self.lane = [graph[name].lane for name in self.order]
         self.forks = ["fork" in graph[name].uses for name in self.order]
+        self.pauses = [graph[name].pauses for name in self.order]
         self.follows = [[place[edge.after] for edge in graph.successors(name)] for name in self.order]
         self.waits = [len(graph.predecessors(name)) for name in self.order]
         self.ready: dict[str, list[int]] = {lane: [] for lane in self.lane}
@@ -62,6 +65,7 @@ class _Schedule:
         self.running: list[tuple[float, int]] = []
         self.now = 0.0
         self.started: list[tuple[str, float]] = []
+        self.ends: dict[str, float] = {}
 
     def starts(self) -> list[tuple[str, float]]:
         for i, count in enumerate(self.waits):
@@ -99,7 +103,10 @@ class _Schedule:
 
     def _start_what_can(self) -> None:
         if self.alone is not None:
-            if not self.running:
+            others = [i for _, i in self.running]
+            if self.alone not in others and all(self.pauses[i] for i in others):
+                self.running = [(end + self.took[self.alone], i) for end, i in self.running]
+                self.ends |= {self.order[i]: end for end, i in self.running}
                 self._start(self.alone)
             return
         while self.offered and len(self.running) < self.cores:
@@ -113,4 +120,5 @@ class _Schedule:
     def _start(self, i: int) -> None:
         self.busy.add(self.lane[i])
         self.started.append((self.order[i], self.now))
-        heapq.heappush(self.running, (self.now + self.took[i], i))
+        self.ends[self.order[i]] = self.now + self.took[i]
+        heapq.heappush(self.running, (self.ends[self.order[i]], i))

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from initopt.graph import Graph, Step
-from initopt.record import Digest, Header, Span, Trailer
+from initopt.record import Digest, Header, Span, Trailer, Usage
 
 BORN = 1_795_857_240.0
 """Unix time of the first process start: 2026-11-28 09:14 UTC."""
@@ -99,6 +99,7 @@ def write_run(
     labels: tuple[str, ...] = (),
     digests: Mapping[str, str] | None = None,
     world_size: int | None = None,
+    cpu: float = 9.5,
 ) -> Path:
     """Write a run under `root` and give its directory."""
     path = root / f"{number:04}"
@@ -120,12 +121,13 @@ def write_run(
             versions={"python": "3.11.7", "torch": "2.13.0", "torchrec": "1.9.2", "initopt": "0.1.0"},
             clock="one clock",
         )
-        trailer = Trailer(rank, max((span.end for span in of_rank), default=0.0), 0.012, 2**30, 9.5)
+        end = max((span.end for span in of_rank), default=0.0)
         lines = [{"kind": "header", **asdict(header)}]
         lines += [asdict(replace(span, rank=rank, wait=0.0)) for span in of_rank]
         for name, sha256 in (digests or {}).items():
             lines.append({"kind": "digest", **asdict(Digest(name, sha256, rank))})
-        lines.append({"kind": "trailer", **asdict(trailer)})
+        lines.append({"kind": "usage", **asdict(Usage(end, cpu, rank))})
+        lines.append({"kind": "trailer", **asdict(Trailer(rank, end, 0.012, 2**30))})
         (path / f"rank{rank:05}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if graph is not None:
         (path / "graph.json").write_text(graph.to_json())

@@ -38,7 +38,7 @@ for rank, end in enumerate(times):
     lines += [{"name": n, "start": a, "end": b, "rank": rank, "lane": "main", "kind": k} for n, a, b, k in steps]
     if told.get("digest"):
         lines.append({"kind": "digest", "name": "trained", "sha256": told["digest"], "rank": rank})
-    lines.append({"kind": "trailer", "rank": rank, "end": end, "own_cost": 0.0, "peak_rss": 0, "cpu": 0.0})
+    lines.append({"kind": "trailer", "rank": rank, "end": end, "own_cost": 0.0, "peak_rss": 0})
     (folder / f"rank{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 """
 """Writes the record of one start-up. `times` has a list per run, with the time to first batch of each rank."""

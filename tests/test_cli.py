@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,8 @@ def test_the_graph_of_a_start_up_is_drawn(
     assert run("draw", "trainer_to_draw:start", "--inputs", "config") == 0
     assert "first_step" in capsys.readouterr().out
     assert run("draw", "trainer_to_draw:start") == 2
-    assert "'model' needs 'config'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "'model' needs 'config'" in said and "named by --inputs" in said
     assert run("draw", "trainer_to_draw:stop") == 2
 
 
@@ -288,8 +290,16 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("initopt ")
 
 
-def test_help_names_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--help") == 0
+def test_the_chain_of_a_rank_that_is_asked_for(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("critical-chain", "--rank", "1") == 0
+    assert re.search(r"^first_step .*\(rank 1\)$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert run("critical-chain", "--rank", "9") == 2
+    assert "there is no rank 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_names_the_verbs(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(option) == 0
     out = capsys.readouterr().out
     for verb in ("blame", "critical-chain", "plot", "draw", "ett", "bench"):
         assert f"\n  {verb} " in out

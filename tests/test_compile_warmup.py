@@ -128,6 +128,39 @@ def test_an_example_for_a_part_that_is_none() -> None:
         compile(name="prat").warm_up(model(), torch.device("cpu"))
 
 
+class InstructionSet:
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.name, self.asked = name, asked
+
+    def __bool__(self) -> bool:
+        self.asked.append(self.name)
+        return True
+
+
+@pytest.mark.parametrize(("first", "order"), [(0, "xyabc"), (1, "yxbca"), (5, "yxcab")])
+def test_ranks_begin_with_different_pieces(first: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    sets = [InstructionSet(name, events) for name in "xy"]
+    monkeypatch.setattr("initopt.compile_warmup._instruction_sets", lambda: sets)
+    parts = {name: lambda name=name: events.append(name) for name in "abc"}
+    pieces = Compile(lambda m: parts, lambda device: dict.fromkeys("abc", Call()))  # type: ignore[arg-type,return-value]
+    pieces.warm_up(model(), torch.device("cpu"), first=first, between=lambda: events.append("|"))
+    assert "".join(events) == "".join(f"|{name}" for name in order)
+
+
+def test_the_compiler_finds_its_instruction_set_known_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    m = model()
+    warmed = compile()
+    warmed.apply(m)
+    warmed.warm_up(m, torch.device("cpu"))
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *_: pytest.fail("asked again"))
+    assert cpu_vec_isa.pick_vec_isa()
+
+
 def test_without_examples_nothing_is_warmed_up() -> None:
     m = model()
     chosen = Compile(lambda m: {"part": m.part})

@@ -107,6 +107,23 @@ def test_a_helper_that_dies_is_named_with_its_exit_code(helper: Callable[..., He
         helper(killed=lambda: os.kill(os.getpid(), signal.SIGKILL)).call("killed", {})
 
 
+def test_a_helper_that_dies_is_noticed_though_what_it_started_lives_on(helper: Callable[..., HelperProcess]) -> None:
+    read, write = os.pipe()
+
+    def leaves() -> None:
+        if os.fork():
+            os._exit(7)
+        # Lives, with all that it inherited, until the test lets go of the pipe.
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+
+    with pytest.raises(RuntimeError, match="exit code 7"):
+        helper(leaves=leaves).call("leaves", {})
+    os.close(write)
+    os.close(read)
+
+
 def test_inputs_must_be_picklable(helper: Callable[..., HelperProcess]) -> None:
     own = helper(f=lambda x: x)
     with pytest.raises(TypeError) as caught:

@@ -532,6 +532,66 @@ def test_running_again_in_turn_does_not_lock_up_with_a_step_that_forks() -> None
     assert job.events == ["loader", "model", "discard", "loader", "fork"]
 
 
+def test_a_step_that_pauses_lets_one_that_forks_run() -> None:
+    start = Startup("job")
+    events: list[str] = []
+    begun, forked = threading.Event(), threading.Event()
+
+    @start.step(lane="io:x", pauses=True)
+    def long() -> None:
+        start.pause()
+        begun.set()
+        while not forked.is_set():
+            start.pause()
+        events.append("long")
+
+    @start.step(lane="io:y")
+    def gate() -> None:
+        begun.wait(LONG)
+
+    @start.step(uses="fork")
+    def fork(gate: None) -> None:
+        assert start._execution is not None
+        assert start._execution._running.keys() == {"fork"}
+        events.append("fork")
+        forked.set()
+
+    start.run()
+    assert events == ["fork", "long"]
+    long_span = next(span for span in Run.latest().spans if span.name == "long")
+    assert not long_span.error
+
+
+def test_a_pause_ends_when_the_start_up_fails() -> None:
+    start = Startup("job")
+    paused = threading.Event()
+
+    @start.step(lane="io:x", pauses=True)
+    def long() -> None:
+        while not paused.is_set():
+            start.pause()
+
+    @start.step(uses="fork")
+    def fork() -> None:
+        pass
+
+    @start.step(uses="fork")
+    def fails(fork: None) -> None:
+        paused.set()
+        raise ValueError("no")
+
+    assert [str(error) for error in failure(start).exceptions] == ["no"]
+
+
+@pytest.mark.parametrize("when", ["before any run", "in turn"])
+def test_a_pause_where_nothing_waits_returns(when: str) -> None:
+    start = Startup("job")
+    start.step(start.pause, name="long", pauses=True)
+    if when == "in turn":
+        start.run(overlap=False)
+    start.pause()
+
+
 # Failing
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from initopt import OrderError, PeerFailed, Run, Startup, StartupFailed, lanes, peers
-from initopt.peers import Failure, Peers, attempt_of_job
+from initopt.peers import Failure, Peers
 
 LONG = 30.0
 """Seconds that something is waited for before the test fails."""
@@ -42,12 +42,12 @@ def store(request: pytest.FixtureRequest) -> dist.Store:
 class Rank:
     """One rank's `Peers`: what it hears, what it says it is doing, and how often it was asked."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int = 2, attempt: str = "0") -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int = 2, startup: str = "dlrm") -> None:
         self.heard: list[Failure] = []
         self.told = threading.Event()
         self.doing = ("", 0.0)
         self.asked = threading.Semaphore(0)
-        self.peers = Peers(store, rank, world_size, attempt=attempt, status=self._status, failed=self._failed)
+        self.peers = Peers(store, rank, world_size, startup=startup, turn=1, status=self._status, failed=self._failed)
 
     def _status(self) -> tuple[str, float]:
         self.asked.release()
@@ -109,6 +109,30 @@ def test_waiting_for_rank_0_does_not_stop_the_watch(rank: Callable[..., Rank]) -
     first.peers.agree("comms", "a")
     thread.join(LONG)
     assert found == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [("other", "was last in start-up 'other.1': give both the same name if they are one"), (None, "has begun none")],
+)
+def test_waiting_long_for_rank_0_says_what_it_waits_for(
+    theirs: str | None,
+    said: str,
+    rank: Callable[..., Rank],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(peers, "PATIENCE", 0.01)
+    if theirs is not None:
+        rank(0, startup=theirs).peers.agree("comms", "a b")
+    second = rank(1)
+    thread, _ = in_thread(lambda: second.peers.agree("comms", ""))
+    text, until = "", time.monotonic() + LONG
+    while "waits" not in text and time.monotonic() < until:
+        text += capsys.readouterr().err
+    second.peers.stop()
+    thread.join(LONG)
+    assert text.startswith(f"initopt: rank 1 waits in start-up 'dlrm.1' for rank 0, which {said}")
 
 
 @pytest.mark.parametrize("how", ["told", "stopped"])
@@ -288,11 +312,9 @@ def test_the_keys_of_an_earlier_attempt_mean_nothing(
     rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    earlier = attempt_of_job()
+    rank(0, start=False).peers._publish(FAILURE)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert attempt_of_job() != earlier
-    rank(0, start=False, attempt=earlier).peers._publish(FAILURE)
-    first = rank(0, attempt=attempt_of_job())
+    first = rank(0)
     assert first.goes_round() and not first.heard
 
 
@@ -448,11 +470,11 @@ def test_a_rank_alone_is_one_run_whatever_it_joins(ranks: Callable[..., list[Any
 def test_a_start_up_of_another_name_before_does_not_set_ranks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "_runs", lanes.Counter())
     start = Startup("job")
-    attempts: list[str] = []
+    turns: list[int] = []
 
     def note() -> None:
         assert start._execution is not None
-        attempts.append(start._execution._attempt)
+        turns.append(start._execution._turn)
 
     start.step(note)
     start.run()
@@ -461,6 +483,6 @@ def test_a_start_up_of_another_name_before_does_not_set_ranks_apart(monkeypatch:
     other.step(lambda: 1, name="data")
     other.run()
     start.run()
-    assert attempts[0] == attempts[1]
+    assert turns[0] == turns[1]
     start.run()
-    assert attempts[2] != attempts[1]
+    assert turns[2] != turns[1]

@@ -17,7 +17,8 @@ import pytest
 
 import initopt
 from initopt import record
-from initopt.record import Recorder, Span
+from initopt.process_tree import cpu_seconds
+from initopt.record import FIRST_STEP, Recorder, Span
 
 
 class DictStore:
@@ -54,13 +55,13 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [r.getMessage() for r in caplog.records]
 
 
-def test_a_file_is_header_imports_steps_digest_trailer(tmp_path: Path) -> None:
+def test_a_file_is_header_imports_steps_digest_usage_trailer(tmp_path: Path) -> None:
     with Recorder("dlrm", mode="serial", root=tmp_path, labels=["emulated: reader"]) as recorder:
         recorder.agree(0, 1)
         with recorder.span("model", stage="train_module_creation"):
             pass
         recorder.digest("state", "ab", tensors=3)
-    header, imports, model, digest, trailer = lines(tmp_path / "0001")
+    header, imports, model, digest, usage, trailer = lines(tmp_path / "0001")
     assert (header["kind"], header["job"], header["mode"], header["labels"]) == (
         "header",
         "dlrm",
@@ -78,7 +79,25 @@ def test_a_file_is_header_imports_steps_digest_trailer(tmp_path: Path) -> None:
     assert imports["end"] <= model["start"] <= model["end"] <= trailer["end"]
     assert digest == {"kind": "digest", "name": "state", "sha256": "ab", "rank": 0, "about": {"tensors": 3}}
     assert trailer["kind"] == "trailer"
-    assert trailer["own_cost"] > 0 and trailer["peak_rss"] > 1_000_000 and trailer["cpu"] > 0
+    assert trailer["own_cost"] > 0 and trailer["peak_rss"] > 1_000_000
+    assert usage["kind"] == "usage" and usage["cpu"] > 0 and usage["at"] <= trailer["end"]
+
+
+def test_the_cpu_time_of_child_processes_counts_until_the_first_step_ends(tmp_path: Path) -> None:
+    burn = "import sys, time\nwhile time.process_time() < 0.6: pass\nprint(flush=True)\nsys.stdin.read()"
+    with Recorder("dlrm", mode="serial", root=tmp_path) as recorder:
+        recorder.agree(0, 1)
+        before = cpu_seconds()
+        with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdin is not None and child.stdout is not None
+            with recorder.span(FIRST_STEP):
+                child.stdout.readline()
+            child.stdin.close()
+        while cpu_seconds() < before + 1.0:
+            pass
+    (usage,) = (line for line in lines(tmp_path / "0001") if line["kind"] == "usage")
+    # The kernel counts in ticks, per process.
+    assert before + 0.55 <= usage["cpu"] < before + 1.0
 
 
 def test_time_zero_is_the_start_of_the_process(tmp_path: Path) -> None:
@@ -89,7 +108,7 @@ def test_time_zero_is_the_start_of_the_process(tmp_path: Path) -> None:
     before = time.time()
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
     first, made = map(float, out.split())
-    header, imports, _ = lines(tmp_path / "0001")
+    header, imports, *_ = lines(tmp_path / "0001")
     tick = 2 / os.sysconf("SC_CLK_TCK")
     assert header["zero"] == "kernel"
     assert before - tick <= header["process_start"] <= first
@@ -379,6 +398,18 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
             pass
     assert names(tmp_path / "0001") == ["imports", "in the parent"]
     assert [line["kind"] for line in lines(tmp_path / "0001")].count("trailer") == 1
+
+
+def test_a_worktree_has_a_commit_of_its_own(tmp_path: Path) -> None:
+    own = tmp_path / "main" / ".git" / "worktrees" / "other"
+    (own.parents[1] / "refs" / "heads").mkdir(parents=True)
+    own.mkdir(parents=True)
+    (own / "HEAD").write_text("ref: refs/heads/other\n")
+    (own / "commondir").write_text("../..\n")
+    (own.parents[1] / "refs" / "heads" / "other").write_text("dd44\n")
+    (tmp_path / "other" / "deep").mkdir(parents=True)
+    (tmp_path / "other" / ".git").write_text(f"gitdir: {own}\n")
+    assert record._commit(tmp_path / "other" / "deep") == "dd44"
 
 
 @pytest.mark.parametrize(

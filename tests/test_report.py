@@ -148,6 +148,13 @@ def test_the_data_is_json_with_a_version(name: str, serial: Run) -> None:
     assert data["run"] == 7
 
 
+def test_a_start_up_that_keeps_all_cores_busy_says_so(tmp_path: Path) -> None:
+    path = write_run(tmp_path, overlapped_spans(), mode="overlap", cpu=4 * 9.2)
+    view = report.summary(Run.load(path))
+    assert view.data["core_bound"] == 9.2
+    assert "CPU work that fills all cores of the host for 9.2s" in view.plain
+
+
 def test_the_data_of_the_summary_adds_up(serial: Run) -> None:
     data = report.summary(serial).data
     assert data["work"] + data["wait"] + data["queue"] == pytest.approx(data["first_batch"]["1"])

@@ -15,7 +15,7 @@ from initopt.graph import Graph, Step
 from initopt.record import FIRST_STEP, Header, Recorder, Span
 from initopt.runs import RecordError, Run
 
-TRAILER = {"kind": "trailer", "end": 9.0, "own_cost": 0.25, "peak_rss": 1, "cpu": 2.0}
+TRAILER = {"kind": "trailer", "end": 9.0, "own_cost": 0.25, "peak_rss": 1}
 
 
 def header(rank: int, world_size: int = 2, *, start: float = 1000.0, clock: str = "boot") -> Header:
@@ -51,6 +51,27 @@ def test_a_rank_that_came_after_one_had_left_was_not_waited_for(tmp_path: Path) 
     for rank, (start, end) in enumerate([(2.0, 2.25), (1.0, 2.5), (9.0, 9.25)]):
         write(tmp_path / "0001", header(rank, 3), [meet("broadcast", start, end)])
     assert waits(Run.load(tmp_path / "0001"), "broadcast") == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("cores", "host_cores", "bound"),
+    [(2, 2, 15.0), (2, 4, 7.5), (4, 64, 3.75), (2, 0, 15.0)],
+    ids=["shared", "cores of its own for each rank", "part of the host", "a record that does not say"],
+)
+def test_cpu_work_takes_what_all_cores_of_the_host_need(
+    tmp_path: Path, cores: int, host_cores: int, bound: float
+) -> None:
+    for rank, cpu in enumerate([10.0, 20.0]):
+        head = replace(header(rank), cores=cores, host_cores=host_cores)
+        write(tmp_path / "0001", head, [], {"kind": "usage", "at": 9.0, "cpu": cpu}, TRAILER)
+    assert Run.load(tmp_path / "0001").core_bound == bound
+
+
+def test_the_busiest_host_bounds_the_run(tmp_path: Path) -> None:
+    for rank, cpu in enumerate([10.0, 20.0]):
+        head = header(rank, clock=f"of {rank}")
+        write(tmp_path / "0001", head, [], {"kind": "usage", "at": 9.0, "cpu": cpu}, TRAILER)
+    assert Run.load(tmp_path / "0001").core_bound == 10.0
 
 
 def test_process_starts_are_put_on_one_axis(tmp_path: Path) -> None:

@@ -56,6 +56,18 @@ def test_a_step_that_forks_runs_alone_and_holds_back_what_is_ready() -> None:
     assert times(spans)["next"] == (6.0, 7.0)
 
 
+def test_a_step_that_pauses_makes_way_for_one_that_forks() -> None:
+    steps = [Step("long", lane="io:x", pauses=True), Step("short"), Step("loader", needs=("short",), uses=("fork",))]
+    steps.append(Step("next", lane="io:x"))
+    seconds = {"long": 4.0, "short": 1.0, "loader": 2.0, "next": 1.0}
+    assert times(simulate(Graph(steps), seconds)) == {
+        "long": (0.0, 6.0),
+        "short": (0.0, 1.0),
+        "loader": (1.0, 3.0),
+        "next": (6.0, 7.0),
+    }
+
+
 def test_two_steps_that_fork_run_one_after_the_other() -> None:
     graph = Graph([Step("a", lane="io:a", uses=("fork",)), Step("b", lane="io:b", uses=("fork",)), Step("c")])
     assert times(simulate(graph, dict.fromkeys("abc", 1.0))) == {"a": (0.0, 1.0), "b": (1.0, 2.0), "c": (2.0, 3.0)}

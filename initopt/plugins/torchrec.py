@@ -25,14 +25,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from initopt import Compile, Graph, Recorder, Span, Startup, StartupFailed, Step, Values
+from initopt import FIRST_STEP, Compile, Graph, Recorder, Span, Startup, StartupFailed, Step, Values
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 ORIGIN = "torchrec"
-FIRST_STEP = "first_step"
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,7 @@ def trainer(
     def compile_warmup(place: Place, model: nn.Module) -> int:
         assert compile is not None
         place.enter()
-        return compile.warm_up(model, place.device)
+        return compile.warm_up(model, place.device, first=place.local_rank, between=start.pause)
 
     step(place, "place", "device_init")
     step(store, "store", "process_group_init", lane="comms")
@@ -298,7 +297,7 @@ def trainer(
     step(pipeline or _default_pipeline, "pipeline", "pre_train")
     if compile is not None:
         # Beside planning it would only fight for the interpreter's lock (both are Python through and through).
-        about = {"lane": "io:compile", "uses": "compile", "after": "plan_on_rank_0"}
+        about = {"lane": "io:compile", "uses": "compile", "after": "plan_on_rank_0", "pauses": True}
         step(compile_warmup, "compile_warmup", "pre_train", **about)
     # Its sampler may draw, and without workers the data set may, too.
     step(first_batch, "first_batch", "get_first_batch_data", lane="io:data", uses="rng")

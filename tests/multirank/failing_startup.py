@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from initopt import Startup
 WAY, OVERLAP = sys.argv[1], sys.argv[2] == "overlap"
 RANK = int(os.environ["RANK"])
 
-start = Startup("failing", timeout=5.0 if WAY == "hang" else 60.0)
+start = Startup("failing", timeout=5.0 if WAY in ("hang", "hold") else 60.0)
 
 
 @start.step(lane="io:data", uses=("rng", "fork"), early=True)
@@ -24,8 +25,16 @@ def loader() -> object:
     return iter(DataLoader(torch.arange(64), num_workers=1, batch_size=4))
 
 
+@start.step
+def features_known(loader: object) -> None:
+    if WAY == "early" and RANK == 1:
+        raise ValueError("no features before the ranks have met")
+
+
 @start.step(lane="comms")
-def process_group() -> object:
+def process_group(features_known: None) -> object:
+    if WAY == "early":
+        start.join(next(distributed.rendezvous("env://"))[0], RANK, 2)
     distributed.init_process_group("gloo")
     return distributed.group.WORLD
 
@@ -40,6 +49,11 @@ def features(process_group: object) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         if WAY == "hang":
             time.sleep(1_000)
+        if WAY == "hold":
+            # Called without letting go of the interpreter lock, and no signal ends the second one.
+            mutex, lock = (ctypes.c_char * 64)(), ctypes.PyDLL(None).pthread_mutex_lock
+            lock(mutex)
+            lock(mutex)
     return 1
 
 

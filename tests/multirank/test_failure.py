@@ -48,6 +48,23 @@ def test_a_step_never_returns(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "serial"])
+def test_a_step_never_lets_go_of_the_interpreter_lock(mode: str, tmp_path: Path) -> None:
+    job = failed("hold", mode, tmp_path)
+    first, second = job.ranks
+    assert first.returncode == second.returncode == 1
+    assert "features" in second.stderr and "failing_startup.py" in second.stderr
+    assert "start-up 'failing' failed in step 'shard' on rank 0" in first.stderr
+    assert "rank 1 in 'features' for" in first.stderr
+
+
+@pytest.mark.parametrize("mode", ["overlap", "serial"])
+def test_a_step_raises_before_the_ranks_have_met(mode: str, tmp_path: Path) -> None:
+    for rank in failed("early", mode, tmp_path).ranks:
+        assert rank.returncode == 1
+        assert "rank 1" in rank.stderr and "no features before the ranks have met" in rank.stderr
+
+
+@pytest.mark.parametrize("mode", ["overlap", "serial"])
 def test_a_rank_is_killed(mode: str, tmp_path: Path) -> None:
     job = failed("kill", mode, tmp_path)
     first, second = job.ranks

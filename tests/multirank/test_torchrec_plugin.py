@@ -363,7 +363,7 @@ class Warmed:
     def apply(self, model: Any) -> None:
         self.asked = 0
 
-    def warm_up(self, model: Any, device: Any) -> int:
+    def warm_up(self, model: Any, device: Any, **_: Any) -> int:
         return 2
 
     def graphs(self) -> int:

@@ -59,6 +59,6 @@ def test_waits_of_synchronous_meetings(gaps: list[list[tuple[float, float]]], st
 
 def write(folder: Path, rank: int, world_size: int, start: float, spans: list[Span]) -> None:
     head = Header(rank, world_size, "dlrm", "stock", "host", 1, start, 2)
-    trailer = {"kind": "trailer", "rank": rank, "end": 0.0, "own_cost": 0.0, "peak_rss": 0, "cpu": 0.0}
+    trailer = {"kind": "trailer", "rank": rank, "end": 0.0, "own_cost": 0.0, "peak_rss": 0}
     records = [{"kind": "header", **asdict(head)}, *({**asdict(s), "rank": rank} for s in spans), trailer]
     (folder / f"rank{rank:05}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
