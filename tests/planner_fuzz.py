@@ -93,7 +93,7 @@ class Size:
     """Tables times ranks: TorchRec's own time grows with tables squared times ranks."""
 
 
-SMALL = Size(tables=14, ranks=32, cells=160)
+SMALL = Size(tables=16, ranks=32, cells=320)
 LARGE = Size(tables=60, ranks=128, cells=1_200)
 
 

@@ -12,6 +12,10 @@ import pytest
 from initopt.sharding_plan import search
 from tests.planner_fuzz import SMALL, compare
 
+# Found by trying: seeds of SMALL.
+WHERE_THE_BOUND_MATTERS = (9, 15, 22)
+WHERE_NOTHING_FITS = (10, 38, 42)
+
 
 @pytest.mark.parametrize("first", range(0, 30, 5))
 def test_random_inputs_are_planned_as_torchrec_plans_them(first: int) -> None:
@@ -21,7 +25,7 @@ def test_random_inputs_are_planned_as_torchrec_plans_them(first: int) -> None:
 
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = search.bound
-    monkeypatch.setattr(search, "bound", lambda *arguments: 2 * right(*arguments))
+    monkeypatch.setattr(search, "bound", lambda *arguments: 3 * right(*arguments) // 2)
     assert not all(each.equal for each in compare(iter(WHERE_THE_BOUND_MATTERS), SMALL))
 
 
@@ -31,7 +35,3 @@ def test_an_error_has_the_same_text_and_the_same_number_of_proposals() -> None:
 
     found = [each for each in compare(iter(WHERE_NOTHING_FITS), SMALL)]
     assert found and all(failed(each) and each.equal for each in found)
-
-
-WHERE_THE_BOUND_MATTERS = (5, 25, 41)
-WHERE_NOTHING_FITS = (18, 20, 34)

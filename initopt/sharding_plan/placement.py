@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 from torchrec.distributed.planner.partitioners import SortBy
@@ -28,9 +28,6 @@ A rating is a float sum of at most some ten thousand terms per rank, so two orde
 
 _CHECKPOINT = 32
 """So many uniform options lie between two stored states; all of them would take gigabytes for thousands of tables."""
-
-
-_Number = TypeVar("_Number", int, float)
 
 
 class DoesNotFit(Exception):
@@ -51,25 +48,17 @@ class Ranks:
             for fwd, bwd, fwd_comms, bwd_comms, prefetch in zip(*parts, strict=True)
         ]
 
-    def part_of(self, ranks: Sequence[int]) -> Ranks:
-        """Return a copy of some of them."""
-        return Ranks(
-            [[part[rank] for rank in ranks] for part in self.parts],
-            [[free[rank] for rank in ranks] for free in self.free],
-        )
+    def saved(self, ranks: range) -> list[list[Any]]:
+        """Return the state of consecutive ranks."""
+        return [each[ranks.start : ranks.stop] for each in self._lists()]
 
-    def take(self, ranks: Sequence[int], other: Ranks) -> None:
-        """Set these ranks to the state of `other`, which has one entry for each."""
-        self._take(self.totals, ranks, other.totals)
-        for mine, theirs in zip(self.parts, other.parts, strict=True):
-            self._take(mine, ranks, theirs)
-        for room, left in zip(self.free, other.free, strict=True):
-            self._take(room, ranks, left)
+    def restore(self, ranks: range, saved: list[list[Any]]) -> None:
+        """Set consecutive ranks to a state that was saved."""
+        for each, before in zip(self._lists(), saved, strict=True):
+            each[ranks.start : ranks.stop] = before
 
-    @staticmethod
-    def _take(mine: list[_Number], ranks: Sequence[int], theirs: list[_Number]) -> None:
-        for rank, value in zip(ranks, theirs, strict=True):
-            mine[rank] = value
+    def _lists(self) -> list[list[Any]]:
+        return [*self.parts, *self.free, self.totals]
 
     def fits(self, run: Run, rank: int) -> bool:
         """Whether a shard of the run fits on the rank."""
@@ -78,8 +67,10 @@ class Ranks:
 
     def put(self, run: Run, rank: int) -> float:
         """Place a shard of the run; returns the new total of the rank."""
-        for free, size in zip(self.free, run.storage, strict=True):
-            free[rank] -= size
+        hbm, ddr, ssd = run.storage
+        self.free[0][rank] -= hbm
+        self.free[1][rank] -= ddr
+        self.free[2][rank] -= ssd
         fwd, bwd, fwd_comms, bwd_comms, prefetch = self.parts
         parts = run.parts
         fwd[rank] = a = fwd[rank] + parts[0]
@@ -134,27 +125,22 @@ class Greedy:
             raise TooSlow
         assignment: Assignment = {}
         hosts = _Hosts(self._hosts, ranks)
-        heap: list[tuple[float, int, int]] = []
+        queue = _Queue(ranks, range(self.world_size), self._local_size)
         for pick in self._in_order(picks):
             choice = choices[pick]
             if choice.partition_by == _DEVICE:
-                if not heap:
-                    heap = [(total, rank % self._local_size, rank) for rank, total in enumerate(ranks.totals)]
-                    heapq.heapify(heap)
                 if choice.spread_by_column:
                     used = _one_shard_per_rank(choice, ranks, self._local_size)
-                    heap = []
+                    queue.changed(used)
                 else:
-                    used = _to_least_loaded(choice, ranks, heap, limit)
+                    used = queue.place(choice, limit)
             else:
                 used = (
                     _on_one_host(choice, ranks, hosts)
                     if choice.partition_by == _HOST
                     else _on_hosts(choice, ranks, hosts)
                 )
-                # An entry with an old total is left behind; it is recognized when it comes up.
-                for rank in used if heap else ():
-                    heapq.heappush(heap, (ranks.totals[rank], rank % self._local_size, rank))
+                queue.changed(used)
                 if max(ranks.totals[rank] for rank in used) > limit:
                     raise TooSlow
             hosts.changed(used)
@@ -259,23 +245,25 @@ def _on_one_host(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
         room = [sum(free[host.start : host.stop]) for free in ranks.free]
         if any(needed > there for needed, there in zip(choice.storage, room, strict=True)):
             continue
-        trial = ranks.part_of(host)
+        if choice.sharding_type == _TABLE_ROW_WISE:
+            if not _one_each_fits(choice, ranks, host):
+                continue
+            return _one_each(choice, ranks, host)
+        if choice.sharding_type != _TABLE_COLUMN_WISE:
+            raise DoesNotFit
+        before = ranks.saved(host)
         try:
-            if choice.sharding_type == _TABLE_ROW_WISE:
-                used = _one_each(choice, trial, range(len(host)))
-            elif choice.sharding_type == _TABLE_COLUMN_WISE:
-                heap = [
-                    (total, rank % len(host), rank - host.start) for total, rank in zip(trial.totals, host, strict=True)
-                ]
-                heapq.heapify(heap)
-                used = _to_least_loaded(choice, trial, heap, math.inf)
-            else:
-                raise DoesNotFit
+            return _Queue(ranks, host, len(host)).place(choice, math.inf)
         except DoesNotFit:
-            continue
-        ranks.take(host, trial)
-        return [host.start + local for local in used]
+            ranks.restore(host, before)
     raise DoesNotFit
+
+
+def _one_each_fits(choice: Choice, ranks: Ranks, targets: range) -> bool:
+    """Whether shard i fits on target i; the targets differ, so no shard takes the room of another."""
+    return choice.shards == len(targets) and all(
+        ranks.fits(run, target) for start, stop, run in _spans(choice) for target in targets[start:stop]
+    )
 
 
 def _on_hosts(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
@@ -289,12 +277,12 @@ def _on_hosts(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
     else:
         windows = [order[i : i + needed] for i in range(len(order) - needed + 1)]
     for window in windows:
-        used = list(itertools.chain.from_iterable(window))
-        before = ranks.part_of(used)
+        before = [ranks.saved(host) for host in window]
         try:
-            return _one_each(choice, ranks, used)
+            return _one_each(choice, ranks, list(itertools.chain.from_iterable(window)))
         except DoesNotFit:
-            ranks.take(used, before)
+            for host, state in zip(window, before, strict=True):
+                ranks.restore(host, state)
     raise DoesNotFit
 
 
@@ -367,30 +355,61 @@ def _one_each(choice: Choice, ranks: Ranks, targets: Sequence[int]) -> list[int]
     return list(targets)
 
 
-def _to_least_loaded(choice: Choice, ranks: Ranks, heap: list[tuple[float, int, int]], limit: float) -> list[int]:
-    """Place each shard on the least loaded rank that has room. The heap holds (total, local rank, rank)."""
-    used, totals = [], ranks.totals
-    for run in choice.runs:
-        for _ in range(run.shards):
-            aside = []
-            while heap:
-                total, local, rank = heap[0]
-                if total != totals[rank]:
-                    heapq.heappop(heap)
-                elif ranks.fits(run, rank):
-                    break
+class _Queue:
+    """Some of the ranks, the least loaded first; of equal ones the first of a host, then the first of all.
+
+    An entry is (total, rank within its host, rank). One with an old total is left behind and recognized when it comes
+    up. A rank without room for a shard is set aside until a shard comes that may fit: in tight memory most are.
+    """
+
+    def __init__(self, ranks: Ranks, which: range, local_size: int) -> None:
+        self._ranks, self._local_size = ranks, local_size
+        self._heap = [(ranks.totals[rank], rank % local_size, rank) for rank in which]
+        heapq.heapify(self._heap)
+        self._aside: list[tuple[float, int, int]] = []
+        self._most_room = -1
+
+    def changed(self, used: list[int]) -> None:
+        """Note that these ranks hold something that was not placed by this queue."""
+        for rank in set(used):
+            heapq.heappush(self._heap, (self._ranks.totals[rank], rank % self._local_size, rank))
+
+    def place(self, choice: Choice, limit: float) -> list[int]:
+        """Place each shard on the least loaded rank that has room. Raises DoesNotFit and TooSlow."""
+        used = []
+        heap, ranks, totals = self._heap, self._ranks, self._ranks.totals
+        hbm_free, ddr_free, ssd_free = ranks.free
+        for run in choice.runs:
+            hbm, ddr, ssd = run.storage
+            if hbm <= self._most_room:
+                self._take_back(run)
+            for _ in range(run.shards):
+                while heap:
+                    total, local, rank = heap[0]
+                    if total != totals[rank]:
+                        heapq.heappop(heap)
+                    elif hbm <= hbm_free[rank] and ddr <= ddr_free[rank] and ssd <= ssd_free[rank]:
+                        break
+                    else:
+                        self._aside.append(heapq.heappop(heap))
+                        self._most_room = max(self._most_room, hbm_free[rank])
                 else:
-                    aside.append(heapq.heappop(heap))
-            if not heap:
-                raise DoesNotFit
-            total = ranks.put(run, rank)
-            if total > limit:
-                raise TooSlow
-            heapq.heapreplace(heap, (total, local, rank))
-            for entry in aside:
-                heapq.heappush(heap, entry)
-            used.append(rank)
-    return used
+                    raise DoesNotFit
+                total = ranks.put(run, rank)
+                if total > limit:
+                    raise TooSlow
+                heapq.heapreplace(heap, (total, local, rank))
+                used.append(rank)
+        return used
+
+    def _take_back(self, run: Run) -> None:
+        aside, self._aside, self._most_room = self._aside, [], -1
+        for entry in aside:
+            if self._ranks.fits(run, entry[2]):
+                heapq.heappush(self._heap, entry)
+            elif entry[0] == self._ranks.totals[entry[2]]:
+                self._aside.append(entry)
+                self._most_room = max(self._most_room, self._ranks.free[0][entry[2]])
 
 
 def _one_shard_per_rank(choice: Choice, ranks: Ranks, local_size: int) -> list[int]:
