@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from initopt.record import Span as Span
     from initopt.record import step as step
     from initopt.runs import Run as Run
+    from initopt.sharding_plan import OwnPlan as OwnPlan
+    from initopt.sharding_plan import PlanError as PlanError
+    from initopt.sharding_plan import agree_on_plan as agree_on_plan
+    from initopt.sharding_plan import check_plan as check_plan
+    from initopt.sharding_plan import fast_planner as fast_planner
+    from initopt.sharding_plan import load_plan as load_plan
+    from initopt.sharding_plan import make_fast as make_fast
+    from initopt.sharding_plan import plan_locally as plan_locally
 
 _HOME = {
     "FIRST_STEP": "record",
@@ -40,6 +48,14 @@ _HOME = {
     "Step": "graph",
     "StepTimeout": "failure",
     "Values": "overlap",
+    "OwnPlan": "sharding_plan",
+    "PlanError": "sharding_plan",
+    "agree_on_plan": "sharding_plan",
+    "check_plan": "sharding_plan",
+    "fast_planner": "sharding_plan",
+    "load_plan": "sharding_plan",
+    "make_fast": "sharding_plan",
+    "plan_locally": "sharding_plan",
     "step": "record",
 }
 
@@ -53,7 +69,9 @@ __all__ = [
     "Graph",
     "GraphError",
     "OrderError",
+    "OwnPlan",
     "PeerFailed",
+    "PlanError",
     "Recorder",
     "Run",
     "Span",
@@ -62,6 +80,12 @@ __all__ = [
     "Step",
     "StepTimeout",
     "Values",
+    "agree_on_plan",
+    "check_plan",
+    "fast_planner",
+    "load_plan",
+    "make_fast",
+    "plan_locally",
     "step",
 ]
 

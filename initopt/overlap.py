@@ -249,6 +249,11 @@ class Startup:
         if self._execution is not None:
             self._execution.join(store, rank, world_size)
 
+    def note(self, text: str) -> None:
+        """Leave a remark of the running step in the record, one sentence, which `initopt` shows."""
+        if self._execution is not None:
+            self._execution.recorder.note(text)
+
     def pause(self) -> None:
         """Let the steps that fork have their turn, from a long step, where its thread holds no lock.
 

@@ -112,6 +112,15 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """A remark of the step `step`, for who reads the record: one sentence."""
+
+    text: str
+    step: str = ""
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """The CPU seconds that a rank's process and all its descendants had used `at` seconds after its start.
 
@@ -332,6 +341,10 @@ class Recorder:
         """Leave a checksum (hex) in the record, for example of the trained state. `about` must be JSON values."""
         self._write(Digest(name, sha256, about=about), time.thread_time())
 
+    def note(self, text: str) -> None:
+        """Leave a remark of the step that this thread is in."""
+        self._write(Note(text, self.step_here()), time.thread_time())
+
     def close(self) -> None:
         """Take the hooks out and write the last line. What comes later is ignored. May be called twice."""
         if self._silent():
@@ -516,7 +529,7 @@ class Recorder:
         if isinstance(record, Span):
             line = msgspec.json.encode(record if record.rank == self.rank else replace(record, rank=self.rank))
         else:
-            if isinstance(record, Digest | Usage):
+            if isinstance(record, Digest | Note | Usage):
                 record = replace(record, rank=self.rank)
             line = msgspec.json.encode({"kind": _LINE[type(record)], **msgspec.to_builtins(record)})
         assert self._file is not None
@@ -548,9 +561,9 @@ class _Group:
     ranks: tuple[int, ...]
 
 
-_Record = Span | Digest | Usage | _Group
+_Record = Span | Digest | Note | Usage | _Group
 
-_LINE = {Header: "header", Digest: "digest", Usage: "usage", _Group: "group", Trailer: "trailer"}
+_LINE = {Header: "header", Digest: "digest", Note: "note", Usage: "usage", _Group: "group", Trailer: "trailer"}
 
 
 class _Meetings:

@@ -147,6 +147,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         total=parts.total,
         planned=None,
         core_bound=run.core_bound,
+        notes=[asdict(note) for note in run.notes],
     )
     lines = _head(run, width)
     first = Text.assemble(f"{run.goal.capitalize()} after ", (seconds(parts.total), "bold"))
@@ -166,6 +167,8 @@ def summary(run: Run, *, width: int = 80) -> View:
         value = "·" if meaning[name].startswith("not known") else seconds(data[name])
         lines.append(Text.assemble(f"{value:>9}  ", (f"{name:<6}", style), f"  {meaning[name]}"))
     lines.append(Text())
+    for text in dict.fromkeys(f"{note.step}: {note.text}" if note.step else note.text for note in run.notes):
+        lines += _wrap(text, width)
     if run.graph is not None:
         end = max(span.end for span in planned(run, median))
         lanes = len(run.graph.lanes())

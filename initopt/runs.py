@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from initopt.record import FIRST_STEP, FORMAT, Digest, Header, Span, Trailer, Usage, run_numbers, run_root
+from initopt.record import FIRST_STEP, FORMAT, Digest, Header, Note, Span, Trailer, Usage, run_numbers, run_root
 
 if TYPE_CHECKING:
     from initopt.graph import Graph
@@ -41,7 +41,7 @@ _LEFT_TOGETHER = frozenset(
 """The meetings that no rank leaves before the last one came, and that end on all of them at nearly the same moment."""
 
 Meeting = tuple[str, int]
-_Record = TypeVar("_Record", Header, Span, Digest, Usage, Trailer)
+_Record = TypeVar("_Record", Header, Span, Digest, Note, Usage, Trailer)
 
 
 class RecordError(ValueError):
@@ -84,6 +84,7 @@ class Run:
     zero: Mapping[int, float]
     graph: Graph | None = None
     digests: tuple[Digest, ...] = ()
+    notes: tuple[Note, ...] = ()
     trailers: Mapping[int, Trailer] = field(default_factory=dict)
     usages: Mapping[int, Usage] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -188,6 +189,7 @@ class _File:
     header: Header | None = None
     spans: list[Span] = field(default_factory=list)
     digests: list[Digest] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     trailer: Trailer | None = None
     usage: Usage | None = None
@@ -223,6 +225,8 @@ def _read(path: Path) -> _File:
                 file.groups[msgspec.convert(values["name"], str)] = msgspec.convert(values["ranks"], tuple[int, ...])
             except (KeyError, msgspec.ValidationError) as error:
                 raise RecordError(path, f"a group needs `name` and `ranks`: {error}", number) from None
+        elif kind == "note":
+            file.notes.append(_convert(Note, values, path, number))
         elif kind == "usage":
             file.usage = _convert(Usage, values, path, number)
         elif kind == "trailer":
@@ -296,6 +300,7 @@ def _joined(path: Path, files: list[_File]) -> Run:
         zero=dict(sorted(zero.items())),
         graph=graph,
         digests=tuple(digest for file in files for digest in file.digests),
+        notes=tuple(note for file in files for note in file.notes),
         trailers={file.trailer.rank: file.trailer for file in files if file.trailer is not None},
         usages={file.usage.rank: file.usage for file in files if file.usage is not None},
         groups=groups,

@@ -23,13 +23,17 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import initopt
 from initopt import FIRST_STEP, Compile, Graph, Recorder, Span, Startup, StartupFailed, Step, Values
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from initopt import OwnPlan
 
 ORIGIN = "torchrec"
 
@@ -175,6 +179,9 @@ def trainer(
     sharders: Callable[..., list[Any]] | None = None,
     planner: Callable[..., Any] | None = None,
     pipeline: Callable[..., Any] | None = None,
+    plan: str | Path | None = None,
+    fast_plan: bool = True,
+    plan_lane: str = "main",
     checkpoint: Callable[..., Any] | None = None,
     compile: Compile | None = None,
     device: str | None = None,
@@ -193,6 +200,11 @@ def trainer(
         planner: the sharding planner. Default: the one that DistributedModelParallel would make.
         pipeline: the train pipeline. Default: TrainPipelineSparseDist.
         checkpoint: restores in place what it takes, for example `dmp` and `optimizer`.
+    `plan` is the file of a sharding plan (see `initopt plan -o`), which is checked and used. Without one every rank
+    makes the plan that TorchRec would make, and one collective shows that all have the same; with `fast_plan=False`
+    rank 0 makes it with the planner as it is, and the others wait. Planning is Python: on `plan_lane="process:plan"` it
+    leaves the interpreter to other steps, and model, planner and sharders must be picklable.
+
     `dense_optimizer` is called with the parameters that no optimizer of the tables has, and returns theirs.
 
     `compile` says which parts are compiled, and warmed up. `device` is `cpu` or `cuda` (default: cuda where there is
@@ -236,17 +248,24 @@ def trainer(
         )
         return distributed.group.WORLD
 
-    def plan_on_rank_0(place: Place, model: nn.Module, planner: Any, sharders: list[Any]) -> Any:
-        # `collective_plan` in two steps, so that the ranks that don't plan go on with other ones meanwhile.
-        return planner.plan(model, sharders) if place.rank == 0 else None
+    def own_plan(place: Place, model: nn.Module, planner: Any, sharders: list[Any]) -> OwnPlan:
+        if plan is not None:
+            memory: dict[str, Any] = {
+                name: getattr(planner, f"_{name}", None) for name in ("topology", "batch_size", "constraints")
+            }
+            return initopt.OwnPlan(initopt.load_plan(plan, model, sharders=sharders, **_job(place), **memory))
+        if fast_plan:
+            initopt.make_fast(planner)
+        return initopt.plan_locally(planner, model, sharders, rank=place.rank)
 
-    def sharding_plan(process_group: Any, plan_on_rank_0: Any) -> Any:
-        from torch import distributed
-
-        plan = [plan_on_rank_0]
-        if process_group.size() > 1:
-            distributed.broadcast_object_list(plan, group_src=0, group=process_group)
-        return plan[0]
+    def sharding_plan(
+        place: Place, process_group: Any, model: nn.Module, own_plan: OwnPlan, sharders: list[Any]
+    ) -> Any:
+        for remark in own_plan.remarks:
+            start.note(remark)
+        agreed = initopt.agree_on_plan(own_plan, process_group, place.device)
+        initopt.check_plan(agreed, model, sharders=sharders, **_job(place))
+        return agreed
 
     def dmp(place: Place, process_group: Any, model: nn.Module, sharding_plan: Any, sharders: list[Any]) -> Any:
         from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -279,7 +298,7 @@ def trainer(
     step(_compiled(model, compile), "model", "train_module_creation", uses="rng")
     step(sharders or _default_sharders, "sharders", "train_module_creation")
     step(planner or _default_planner, "planner", "train_module_creation")
-    step(plan_on_rank_0, "plan_on_rank_0", "train_module_creation")
+    step(own_plan, "own_plan", "train_module_creation", lane=plan_lane)
     step(sharding_plan, "sharding_plan", "train_module_creation", lane="comms")
     step(dmp, "dmp", "train_module_creation", lane="comms", uses="rng")
     step(optimizer, "optimizer", "init_plugins")
@@ -297,7 +316,7 @@ def trainer(
     step(pipeline or _default_pipeline, "pipeline", "pre_train")
     if compile is not None:
         # Beside planning it would only fight for the interpreter's lock (both are Python through and through).
-        about = {"lane": "io:compile", "uses": "compile", "after": "plan_on_rank_0", "pauses": True}
+        about = {"lane": "io:compile", "uses": "compile", "after": "own_plan", "pauses": True}
         step(compile_warmup, "compile_warmup", "pre_train", **about)
     # Its sampler may draw, and without workers the data set may, too.
     step(first_batch, "first_batch", "get_first_batch_data", lane="io:data", uses="rng")
@@ -326,6 +345,17 @@ def _place(device: str | None) -> Place:
     )
     place.enter()
     return place
+
+
+def _job(place: Place) -> dict[str, Any]:
+    """What a sharding plan has to fit. TorchRec reads the same variables."""
+    local, pod = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("TORCHREC_RESOLVED_POD_SIZE")
+    return {
+        "world_size": place.world_size,
+        "local_world_size": int(local) if local else None,
+        "pod_size": int(pod) if pod else None,
+        "device": place.device.type,
+    }
 
 
 def _default_sharders() -> list[Any]:

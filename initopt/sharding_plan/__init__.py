@@ -5,17 +5,21 @@ from initopt.sharding_plan.fast import Account, StockPart, account, fast_planner
 from initopt.sharding_plan.pinning import load_plan
 from initopt.sharding_plan.plan_file import PlanFile, PlanFileError
 from initopt.sharding_plan.plan_json import plan_digest
+from initopt.sharding_plan.together import OwnPlan, agree_on_plan, plan_locally
 
 __all__ = [
     "Account",
+    "OwnPlan",
     "PlanError",
     "PlanFile",
     "PlanFileError",
     "StockPart",
     "account",
+    "agree_on_plan",
     "check_plan",
     "fast_planner",
     "load_plan",
     "make_fast",
     "plan_digest",
+    "plan_locally",
 ]

@@ -123,14 +123,31 @@ def make_fast(planner: Any) -> Any:
 
 
 def account(planner: Any) -> Account:
-    """Return what the last `plan()` of a planner did. Raises ValueError for one that `make_fast` never saw."""
-    found = getattr(planner, _ACCOUNT, None)
-    if not isinstance(found, Account):
-        raise ValueError(f"{type(planner).__name__} was not made fast: call make_fast(planner) first")
+    """Return what the last `plan()` of a planner did; `stock` names the planner if `make_fast` never saw it."""
+    found: Account = getattr(planner, _ACCOUNT, Account(stock=(_UNTOUCHED,)))
     return found
 
 
+def foreign_parts(planner: Any) -> tuple[StockPart, ...]:
+    """Return the parts of a planner that are not TorchRec's own, or not known, and why.
+
+    With them the search may take as long as TorchRec's, and nobody knows whether it ends alike in two processes.
+    """
+    if not hasattr(planner, _ACCOUNT):
+        return (_UNTOUCHED,)
+    first = planner._proposers[0] if getattr(planner, "_proposers", None) else None
+    if not isinstance(first, SearchProposer):
+        return account(planner).stock
+    parts = (*_parts_in_use(planner), *_foreign_in_search(planner, first.proposers))
+    if planner._callbacks:
+        parts = (*parts, StockPart("callbacks", "functions of the user's own change the search space"))
+    if planner.plan_loader is not None:
+        parts = (*parts, StockPart("plan loader", f"{_name(planner.plan_loader)} is not TorchRec's own"))
+    return parts
+
+
 _ACCOUNT = "_initopt_account"
+_UNTOUCHED = StockPart("planner", "make_fast was not called with it")
 
 
 def _not_for_us(planner: Any) -> str | None:
@@ -249,9 +266,8 @@ class SearchProposer(Proposer):  # type: ignore[misc]
         """Make the space and the proposals. Raises Unmodelled for a part of the user's own."""
         search_space, enumerator = self._inputs
         planner = self._planner
-        for part in (planner._partitioner, planner._perf_model, *self.proposers):
-            if type(part) not in _MODELLED or vars(part).keys() & {"partition", "rate", "propose", "feedback"}:
-                raise Unmodelled(f"{_name(part)} is not TorchRec's own")
+        for part in _foreign_in_search(planner, self.proposers):
+            raise Unmodelled(part.reason)
         if len({id(proposer) for proposer in self.proposers}) < len(self.proposers):
             raise Unmodelled("one proposer stands twice in the list")
         self._space = space = Space(search_space)
@@ -341,6 +357,14 @@ def _parts_in_use(planner: Any) -> tuple[StockPart, ...]:
     if type(reservation) not in _RESERVATIONS:
         parts.append(StockPart("storage reservation", f"{_name(reservation)} is not TorchRec's own"))
     return tuple(parts)
+
+
+def _foreign_in_search(planner: Any, proposers: list[Any]) -> tuple[StockPart, ...]:
+    """Name the parts with which the search can't be ours."""
+    parts = (planner._partitioner, planner._perf_model, *proposers)
+    overridden = {"partition", "rate", "propose", "feedback"}
+    foreign = (part for part in parts if type(part) not in _MODELLED or vars(part).keys() & overridden)
+    return tuple(StockPart("search", f"{_name(part)} is not TorchRec's own") for part in foreign)
 
 
 def _name(part: Any) -> str:

@@ -28,8 +28,8 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder
 
 from initopt.sharding_plan.check import PlanError, check_plan
-from initopt.sharding_plan.needs import gigabytes
 from initopt.sharding_plan.fast import fast_planner
+from initopt.sharding_plan.needs import gigabytes
 from initopt.sharding_plan.plan_file import PlanFile, PlannedFor, RankEstimate, Share, versions
 from initopt.sharding_plan.tables import path_of, shardable_modules
 

@@ -1,0 +1,210 @@
+"""Every rank makes the sharding plan, and one collective shows that all of them hold the same.
+
+TorchRec plans on rank 0 while the other ranks wait to be told. A plan is a function of its inputs, though, so each rank
+can make it. What all ranks must have in common is gathered as digests, never assumed: where ranks differ, or a part of
+the planner is not known to give the same result everywhere, rank 0's plan is broadcast as TorchRec would.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import importlib.metadata
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torchrec.distributed.types import ShardingPlan
+
+from initopt.sharding_plan.check import PlanError
+from initopt.sharding_plan.fast import Account, account, foreign_parts
+from initopt.sharding_plan.plan_json import canonical, plan_digest
+from initopt.sharding_plan.tables import shardable_modules
+
+logger = logging.getLogger("initopt")
+
+INPUTS = ("versions", "tables", "sharders", "topology", "constraints", "planner")
+"""What a plan is made from, as a difference between ranks is named."""
+
+_ORDERED_SINCE = (1, 9, 2)
+"""The torchrec since which the options of a constrained table no longer stand in the order of a set."""
+
+_WIDTH = 16
+"""Bytes of each digest that is gathered."""
+_SIZE = 4
+"""Bytes of the local world size."""
+_NONE = bytes(_WIDTH)
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """What this rank found. `why` says why its `plan` is not to be taken for the other ranks'; empty if it is.
+
+    `inputs` has a digest of each of INPUTS, `remarks` say what the planner did, `local_world_size` is this rank's
+    LOCAL_WORLD_SIZE, 0 where it has none.
+    """
+
+    plan: ShardingPlan | None
+    why: str = ""
+    inputs: Mapping[str, bytes] = field(default_factory=lambda: dict.fromkeys(INPUTS, _NONE))
+    remarks: tuple[str, ...] = ()
+    local_world_size: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+
+
+def plan_locally(planner: Any, model: nn.Module, sharders: Sequence[Any], *, rank: int) -> OwnPlan:
+    """Make the plan on this rank. Ranks other than 0 do so only if the plan will be the same there (see `make_fast`).
+
+    Raises on rank 0 what the planner raises; on another rank that is told to the others, who may know better.
+    """
+    inputs = _inputs(planner, model, sharders)
+    why = _differs_by_nature(planner)
+    if rank != 0 and why:
+        return OwnPlan(None, why, inputs)
+    try:
+        plan = planner.plan(model, list(sharders))
+    except Exception as error:
+        if rank == 0:
+            raise
+        return OwnPlan(None, f"{type(error).__name__}: {error}", inputs)
+    did = account(planner)
+    if did.timed_out:
+        why = why or "the timeout of the planner cut its search, and ranks are not equally fast"
+    return OwnPlan(plan, why, inputs, _remarks(did))
+
+
+def agree_on_plan(own: OwnPlan, group: Any, device: torch.device) -> ShardingPlan:
+    """Return the plan that all ranks of `group` hold: this rank's own, or rank 0's where they are not all the same.
+
+    Holds one all_gather of 116 bytes a rank, on `device`, and a broadcast where it is needed. Raises PlanError on all
+    ranks if their LOCAL_WORLD_SIZE differs, since TorchRec takes all hosts for equal.
+    """
+    if distributed.get_world_size(group) == 1 and own.plan is not None:
+        return own.plan
+    told = _gathered(own, group, device)
+    sizes = {message.local_world_size: rank for rank, message in reversed(list(enumerate(told)))}
+    if len(sizes) > 1:
+        seen = sorted(f"rank {rank} has {size or 'none'}" for size, rank in sizes.items())
+        raise PlanError([f"LOCAL_WORLD_SIZE differs between ranks: {', '.join(seen)}"])
+    if own.plan is not None and all(message.plan == told[0].plan != _NONE for message in told):
+        return own.plan
+    rank = distributed.get_rank(group)
+    if rank == 0:
+        _say(own, told)
+    elif own.why and told[0].plan != _NONE:
+        logger.warning("initopt: rank %d made no sharding plan: %s", rank, own.why)
+    plan = [own.plan]
+    distributed.broadcast_object_list(plan, group_src=0, group=group)
+    if plan[0] is None:
+        raise RuntimeError("rank 0 has no sharding plan to give to the others")
+    return plan[0]
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What the ranks tell each other. `plan` is _NONE where a rank has no plan that could be the others'."""
+
+    plan: bytes
+    inputs: tuple[bytes, ...]
+    local_world_size: int
+
+    def to_bytes(self) -> bytes:
+        return b"".join((self.plan, *self.inputs, self.local_world_size.to_bytes(_SIZE, "big")))
+
+    @classmethod
+    def from_bytes(cls, flat: bytes) -> _Message:
+        plan, *inputs = (flat[start : start + _WIDTH] for start in range(0, len(flat) - _SIZE, _WIDTH))
+        return cls(plan, tuple(inputs), int.from_bytes(flat[-_SIZE:], "big"))
+
+
+def _gathered(own: OwnPlan, group: Any, device: torch.device) -> list[_Message]:
+    digest = _NONE if own.plan is None or own.why else bytes.fromhex(plan_digest(own.plan))[:_WIDTH]
+    mine = _Message(digest, tuple(own.inputs[name] for name in INPUTS), own.local_world_size).to_bytes()
+    size = len(mine)
+    told = torch.empty(size * distributed.get_world_size(group), dtype=torch.uint8, device=device)
+    distributed.all_gather_into_tensor(told, torch.tensor(list(mine), dtype=torch.uint8, device=device), group=group)
+    flat = bytes(told.tolist())
+    return [_Message.from_bytes(flat[start : start + size]) for start in range(0, len(flat), size)]
+
+
+def _say(own: OwnPlan, told: Sequence[_Message]) -> None:
+    """Say on the first rank why the plan is broadcast."""
+    if own.why:
+        logger.warning("initopt: the other ranks wait for rank 0's sharding plan: %s", own.why)
+        return
+    others = [rank for rank, message in enumerate(told) if message.plan != told[0].plan]
+    inputs = zip(INPUTS, told[0].inputs, told[others[0]].inputs, strict=True)
+    differ = [name for name, here, there in inputs if here != there]
+    what = f"it was made from other {' and '.join(differ)}" if differ else "it was made from the same inputs"
+    many = f"rank {others[0]}" if len(others) == 1 else f"rank {others[0]} and {len(others) - 1} more"
+    has = "no sharding plan of its own" if told[others[0]].plan == _NONE else f"another sharding plan, {what}"
+    warnings.warn(f"initopt: {many} has {has}. Rank 0's plan is used on all ranks, as TorchRec would", stacklevel=3)
+
+
+def _remarks(did: Account) -> tuple[str, ...]:
+    stock = tuple(f"the planner's {part.part} ran as TorchRec's own: {part.reason}" for part in did.stock)
+    if not did.fast:
+        return stock
+    counts = f"{did.proposals} sharding plans proposed, {did.pruned} of them pruned by a bound"
+    return (f"{counts}, {did.cut} cut while being placed, {did.failed} did not fit", *stock)
+
+
+def _differs_by_nature(planner: Any) -> str:
+    """Why two ranks with equal inputs may plan differently, or slowly; empty if they don't."""
+    foreign = foreign_parts(planner)
+    if foreign:
+        return "; ".join(f"{part.part}: {part.reason}" for part in foreign)
+    version = importlib.metadata.version("torchrec")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    if numbers < _ORDERED_SINCE and planner._constraints:
+        return f"torchrec {version} orders the options of constrained tables by a hash that differs between processes"
+    return ""
+
+
+def _inputs(planner: Any, model: nn.Module, sharders: Sequence[Any]) -> dict[str, bytes]:
+    tables = [list(shardable.tables.values()) for shardable in shardable_modules(model, sharders)]
+    others = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+    parts = [planner._enumerator, planner._partitioner, planner._perf_model, planner._storage_reservation]
+    values = {
+        "versions": [importlib.metadata.version(name) for name in ("torch", "torchrec")],
+        "tables": [tables, others],
+        "sharders": list(sharders),
+        "topology": planner._topology,
+        "constraints": planner._constraints,
+        "planner": [type(planner), planner._batch_size, planner._timeout_seconds, [type(part) for part in parts]],
+    }
+    return {name: _digest(values[name]) for name in INPUTS}
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(canonical(_plain(value, 8)).encode()).digest()[:_WIDTH]
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """Return a value as JSON data that is equal in two processes if the value is; addresses are left out."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, type) or callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    if depth == 0:
+        return type(value).__qualname__
+    if isinstance(value, Mapping):
+        return sorted(([str(key), _plain(one, depth - 1)] for key, one in value.items()), key=lambda pair: pair[0])
+    if isinstance(value, list | tuple):
+        return [_plain(one, depth - 1) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(canonical(_plain(one, depth - 1)) for one in value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, torch.Tensor):
+        return [list(value.shape), str(value.dtype), [] if value.is_meta else value.flatten().tolist()]
+    names = [one.name for one in fields(value)] if is_dataclass(value) else getattr(value, "__dict__", ())
+    return [type(value).__qualname__, [[name, _plain(getattr(value, name), depth - 1)] for name in names]]
