@@ -61,6 +61,7 @@ class Row:
     stock: float | None
     fast: float
     equal: bool | None
+    planned: bool
     proposals: int
     placed: int
     peak: float | None = None
@@ -132,7 +133,7 @@ def compared(kind: str, tables: int, ranks: int) -> Row:
     found, fast, made = repeated(fast_planner, kind, tables, ranks)
     equal = found == expected and made._num_proposals == planner._num_proposals
     counts = account(made)
-    return Row(kind, tables, ranks, stock, fast, equal, counts.proposals, counts.placed)
+    return Row(kind, tables, ranks, stock, fast, equal, bool(made._best_plan), counts.proposals, counts.placed)
 
 
 def alone(kind: str, tables: int, ranks: int) -> Row:
@@ -141,7 +142,18 @@ def alone(kind: str, tables: int, ranks: int) -> Row:
     _, seconds, planner = plan(fast_planner, kind, tables, ranks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
     counts = account(planner)
-    return Row(kind, tables, ranks, None, seconds, None, counts.proposals, counts.placed, round(peak, 2))
+    return Row(
+        kind,
+        tables,
+        ranks,
+        None,
+        seconds,
+        None,
+        bool(planner._best_plan),
+        counts.proposals,
+        counts.placed,
+        round(peak, 2),
+    )
 
 
 def apart(kind: str, tables: int, ranks: int) -> Row:
@@ -153,7 +165,7 @@ def apart(kind: str, tables: int, ranks: int) -> Row:
 def line(row: Row) -> str:
     stock = f"{row.stock:,.2f}" if row.stock is not None else ""
     ratio = f"{row.ratio:,.1f}" if row.ratio is not None else ""
-    equal = {True: "equal", False: "**DIFFERENT**", None: ""}[row.equal]
+    equal = {True: "equal", False: "**DIFFERENT**", None: ""}[row.equal] + ("" if row.planned else " (no plan fits)")
     peak = f"{row.peak:.2f} GB" if row.peak is not None else ""
     return (
         f"| {row.kind} | {row.tables} x {row.ranks} | {stock} | {row.fast:,.3f} | {ratio} | {row.wanted} | {equal} "

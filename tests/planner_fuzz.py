@@ -152,6 +152,8 @@ class _Maker:
         if self.ranks % self.local and self.some(0.8):
             self.local = self.ranks
         self.device = draw.choice(["cuda"] * 6 + ["cpu", "mtia"])
+        # Some inputs are refused for one wrong table; too many would hide the others.
+        self.wrong = self.some(0.06)
         # The offload proposer asks for cached tables with cache parameters, and fails on others.
         self.offload = self.some(0.15) and self.device == "cuda"
         module = nn.Module()
@@ -183,7 +185,10 @@ class _Maker:
             arguments["callbacks"] = [lambda plan: list(reversed(plan))]
         if self.some(0.08):
             arguments["timeout_seconds"] = 3600
-        return Inputs(module, self.sharders(), arguments, plans=2 if self.some(0.12) else 1)
+        # TorchRec's offload proposer never comes to an end when it is used a second time.
+        proposers = arguments.get("proposer", [])
+        again = self.some(0.12) and not any(isinstance(p, EmbeddingOffloadScaleupProposer) for p in _listed(proposers))
+        return Inputs(module, self.sharders(), arguments, plans=2 if again else 1)
 
     def collection(self, part: int, count: int) -> nn.Module:
         draw = self.draw
@@ -214,8 +219,9 @@ class _Maker:
                 "data_type": dtype,
             }
             if self.some(0.05) and not kind.startswith("mc"):
-                divisors = [n for n in range(1, min(rows, 300) + 1) if rows % n == 0] if self.some(0.9) else [7]
-                made |= {"use_virtual_table": True, "total_num_buckets": max(divisors)}
+                buckets = self.ranks * draw.choice([1, 1, 3]) if self.some(0.95) else 7
+                made["num_embeddings"] = max(rows // buckets, 1) * buckets
+                made |= {"use_virtual_table": True, "total_num_buckets": buckets}
             if self.some(0.05):
                 made["stash_weights"] = True
             configs.append((EmbeddingConfig if sequence else EmbeddingBagConfig)(**made))
@@ -240,7 +246,7 @@ class _Maker:
                     device=META,
                     eviction_policy=DistanceLFU_EvictionPolicy(),
                     eviction_interval=10,
-                    buckets=draw.choice([self.ranks] * 40 + [4 * self.ranks] * 10 + [self.ranks + 1]),
+                    buckets=self.ranks + 1 if self.wrong else draw.choice([self.ranks, 4 * self.ranks]),
                 )
                 for config in configs
             },
@@ -272,9 +278,9 @@ class _Maker:
             elif self.some(0.05):
                 made["compute_kernels"] = draw.sample(kernels, draw.randint(3, 6))
             # What no sharder offers is an error for the whole model: seldom.
-            if "compute_kernels" in made and not self.some(0.01):
+            if "compute_kernels" in made and not self.wrong:
                 made["compute_kernels"] = [*made["compute_kernels"], "fused", "dense"]
-            if "sharding_types" in made and not self.some(0.01):
+            if "sharding_types" in made and not self.wrong:
                 made["sharding_types"] = [*made["sharding_types"], "table_wise"]
             if caching or self.some(0.15):
                 if caching:
@@ -290,7 +296,7 @@ class _Maker:
                 made["num_poolings"] = [draw.choice([1.0, 2.0]) for _ in range(features)]
             if self.some(0.15):
                 made["batch_sizes"] = [draw.choice([16, 512]) for _ in range(features)]
-            if self.some(0.01):
+            if self.wrong and self.some(0.1):
                 made["batch_sizes"] = [64] * (features + 1)
             if self.some(0.1):
                 made["is_weighted"] = True
@@ -488,6 +494,10 @@ class _Maker:
             ManagedCollisionEmbeddingCollectionSharder(fused_params=fused, qcomm_codecs_registry=qcomms),
             FeatureProcessedEmbeddingBagCollectionSharder(bag, qcomm_codecs_registry=qcomms),
         ]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def canonical(value: Any) -> Any:

@@ -13,8 +13,8 @@ from initopt.sharding_plan import search
 from tests.planner_fuzz import SMALL, compare
 
 # Found by trying: seeds of SMALL.
-WHERE_THE_BOUND_MATTERS = (9, 15, 22)
-WHERE_NOTHING_FITS = (10, 38, 42)
+WHERE_THE_BOUND_MATTERS = (2, 9, 24)
+WHERE_NOTHING_FITS = (1, 12, 16)
 
 
 @pytest.mark.parametrize("first", range(0, 30, 5))

@@ -153,8 +153,8 @@ class Greedy:
         for pick in picks:
             choice = self._choices[pick]
             if choice.uniform:
-                for start, stop, run in _spans(choice):
-                    sums[start:stop] += run.total
+                for run in choice.runs:
+                    sums[run.start : run.stop] += run.total
             else:
                 shards = itertools.chain.from_iterable(itertools.repeat(run.total, run.shards) for run in choice.runs)
                 for rank, total in zip(assignment[pick], shards, strict=True):
@@ -191,8 +191,8 @@ class Greedy:
     def _columns_of(self, pick: int) -> list[tuple[slice, Any, Any]]:
         if pick not in self._columns:
             self._columns[pick] = [
-                (slice(start, stop), numpy.array(run.parts)[:, None], numpy.array(run.storage)[:, None])
-                for start, stop, run in _spans(self._choices[pick])
+                (slice(run.start, run.stop), numpy.array(run.parts)[:, None], numpy.array(run.storage)[:, None])
+                for run in self._choices[pick].runs
             ]
         return self._columns[pick]
 
@@ -261,9 +261,15 @@ def _on_one_host(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
 
 def _one_each_fits(choice: Choice, ranks: Ranks, targets: range) -> bool:
     """Whether shard i fits on target i; the targets differ, so no shard takes the room of another."""
-    return choice.shards == len(targets) and all(
-        ranks.fits(run, target) for start, stop, run in _spans(choice) for target in targets[start:stop]
-    )
+    if choice.shards != len(targets):
+        return False
+    hbm_free, ddr_free, ssd_free = ranks.free
+    for run in choice.runs:
+        hbm, ddr, ssd = run.storage
+        for target in targets[run.start : run.stop]:
+            if hbm > hbm_free[target] or ddr > ddr_free[target] or ssd > ssd_free[target]:
+                return False
+    return True
 
 
 def _on_hosts(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
@@ -335,20 +341,12 @@ def _checked(topology: Any) -> int:
     return len(devices)
 
 
-def _spans(choice: Choice) -> list[tuple[int, int, Run]]:
-    spans, start = [], 0
-    for run in choice.runs:
-        spans.append((start, start + run.shards, run))
-        start += run.shards
-    return spans
-
-
 def _one_each(choice: Choice, ranks: Ranks, targets: Sequence[int]) -> list[int]:
     """Place shard i on target i."""
     if choice.shards != len(targets):
         raise DoesNotFit
-    for start, stop, run in _spans(choice):
-        for target in targets[start:stop]:
+    for run in choice.runs:
+        for target in targets[run.start : run.stop]:
             if not ranks.fits(run, target):
                 raise DoesNotFit
             ranks.put(run, target)

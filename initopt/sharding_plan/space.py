@@ -30,7 +30,7 @@ class Unmodelled(Exception):
 
 
 class Run(NamedTuple):
-    """Consecutive equal shards.
+    """Consecutive equal shards: numbers `start` to `stop` of their option.
 
     `parts` are what a device adds up: forward compute, backward compute, forward comms, backward comms, prefetch.
     """
@@ -38,6 +38,8 @@ class Run(NamedTuple):
     parts: tuple[float, float, float, float, float]
     total: float
     storage: Bytes
+    start: int
+    stop: int
     shards: int
 
 
@@ -114,16 +116,19 @@ def _choice(option: Any, mark: int) -> Choice:
         raise Unmodelled(f"{table} is part of an embedding tower")
     if partition_by not in _PARTITIONS:
         raise Unmodelled(f"{table} is partitioned by {partition_by!r}")
-    pieces = [_run(*run, table) for run in runs(option)]
+    pieces: list[Run] = []
+    shards = 0
+    for perf_of_each, storage_of_each, count in runs(option):
+        pieces.append(_run(perf_of_each, storage_of_each, shards, count, table))
+        shards += count
     if not pieces:
         raise Unmodelled(f"{table} has an option without shards")
     uniform = partition_by == _UNIFORM
-    shards = hbm = ddr = ssd = most_hbm = most_ddr = total = 0
+    hbm = ddr = ssd = most_hbm = most_ddr = total = 0
     perf = deepest = 0.0
     units = []
     for run in pieces:
         each = run.storage
-        shards += run.shards
         hbm, ddr, ssd = hbm + each[0] * run.shards, ddr + each[1] * run.shards, ssd + each[2] * run.shards
         most_hbm, most_ddr, deepest = max(most_hbm, each[0]), max(most_ddr, each[1]), max(deepest, run.total)
         units.append(int(run.total * UNIT))
@@ -158,7 +163,7 @@ _UNIFORM = PartitionByType.UNIFORM.value
 _COLUMN_WISE = ShardingType.COLUMN_WISE.value
 
 
-def _run(perf: Any, storage: Any, count: int, table: str) -> Run:
+def _run(perf: Any, storage: Any, start: int, count: int, table: str) -> Run:
     if type(perf) is not Perf or type(storage) is not Storage:
         raise Unmodelled(f"{table} has estimates of a class that is not TorchRec's own")
     hbm, ddr, ssd = sizes = storage.hbm, storage.ddr, storage.ssd
@@ -171,4 +176,4 @@ def _run(perf: Any, storage: Any, count: int, table: str) -> Run:
             0 <= part < LARGEST if isinstance(part, float) else type(part) is int and 0 <= part <= _LARGEST_INT_PERF
         ):
             raise Unmodelled(f"{table} has the perf {perf}")
-    return Run(parts, perf.total, sizes, count)
+    return Run(parts, perf.total, sizes, start, start + count, count)
