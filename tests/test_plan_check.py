@@ -148,11 +148,13 @@ def test_pods() -> None:
 
 @pytest.mark.parametrize(("world_size", "taken"), [(4, 4), (16, 8)])
 def test_the_launcher_did_not_say_how_many_ranks_a_host_has(world_size: int, taken: int) -> None:
-    made = plan(model(), "table_wise", on=topology(world_size))
+    made = plan(model(), "table_row_wise", on=topology(world_size, taken))
     assert problems(made, world_size=world_size, local_world_size=None) == [
-        f"LOCAL_WORLD_SIZE is not set, and TorchRec would take {taken} ranks for one host: set it to the ranks of a "
-        "host, as torchrun does",
+        f"LOCAL_WORLD_SIZE is not set, and for table_row_wise TorchRec would take {taken} ranks for one host: set it "
+        "to the ranks of a host, as torchrun does",
     ]
+    of_no_host = plan(model(), "table_wise", on=topology(world_size, taken))
+    assert problems(of_no_host, world_size=world_size, local_world_size=None) == []
 
 
 def test_another_device() -> None:

@@ -31,6 +31,8 @@ _ON_CUDA_ONLY = {"key_value", "ssd_virtual_table", "dram_virtual_table", "dram_s
 _ANY_WIDTH = {"dense", "customized_kernel", "unfused_tpu"}
 _WIDTH = 4
 """The other kernels are FBGEMM's, which read rows in pieces of so many elements."""
+_BY_HOST = {"table_row_wise", "grid_shard"}
+"""The sharding types that divide a table among the ranks of a host."""
 
 
 class PlanError(ValueError):
@@ -54,8 +56,13 @@ class _Job:
     @property
     def group_size(self) -> int:
         """The ranks among which TorchRec divides a table that stays on one host or pod."""
-        local = self.local_world_size or self.world_size
+        local = self.local_world_size or self.taken_for_a_host
         return (self.world_size if self.world_size % local else local) * (self.pod_size or 1)
+
+    @property
+    def taken_for_a_host(self) -> int:
+        """The ranks that TorchRec takes for a host where the launcher does not say."""
+        return 8 if self.world_size % 8 == 0 else self.world_size
 
     @property
     def group(self) -> str:
@@ -98,7 +105,13 @@ def check_plan(
     found = shardable_modules(model, sharders)
     planned = list(planned_tables(plan, found))
     sharding = _Sharding(job, planned)
-    problems = [*_of_job(job, topology), *sharding.of_job(), *_of_names(plan, found, model), *sharding.of_tables()]
+    by_host = sorted({one.kind for one in planned if one.kind in _BY_HOST})
+    problems = [
+        *_of_job(job, by_host, topology),
+        *sharding.of_job(),
+        *_of_names(plan, found, model),
+        *sharding.of_tables(),
+    ]
     if topology is not None and not problems:
         needs = needs_of_ranks(planned, topology, batch_size=batch_size, constraints=constraints)
         problems += _of_memory(needs, topology)
@@ -106,12 +119,11 @@ def check_plan(
         raise PlanError(problems)
 
 
-def _of_job(job: _Job, topology: Topology | None) -> Iterator[str]:
-    if job.local_world_size is None:
-        taken = 8 if job.world_size % 8 == 0 else job.world_size
+def _of_job(job: _Job, by_host: Sequence[str], topology: Topology | None) -> Iterator[str]:
+    if job.local_world_size is None and by_host:
         yield (
-            f"LOCAL_WORLD_SIZE is not set, and TorchRec would take {taken} ranks for one host: set it to the ranks of "
-            "a host, as torchrun does"
+            f"LOCAL_WORLD_SIZE is not set, and for {_listed(by_host)} TorchRec would take "
+            f"{job.taken_for_a_host} ranks for one host: set it to the ranks of a host, as torchrun does"
         )
     if job.world_size % job.group_size:
         yield (

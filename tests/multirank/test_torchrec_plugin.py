@@ -384,3 +384,89 @@ def test_a_warm_up_that_missed_something_is_warned_of_at_the_first_step(late: in
     assert [text.partition(" than the warm-up had")[0] for text in texts] == (
         ["initopt: the first batch compiled 3 more graphs"] if late else []
     )
+
+
+def planned(config: Any, **changes: Any) -> tuple[str, list[str]]:
+    """The digest of the plan of a start-up, and what the summary of its record says of planning."""
+    from initopt.sharding_plan import plan_digest
+
+    ready = small(config, **changes).run()
+    next_loss = ready.pipeline.progress(ready.batches)[0]
+    assert next_loss.isfinite()
+    run = Run.latest()
+    return plan_digest(ready.values.sharding_plan), [
+        note.text for note in run.notes if note.rank == ready.values.place.rank
+    ]
+
+
+def stock_plan(config: Any) -> str:
+    import torch
+    from torch import distributed
+
+    from benchmarks.trainers import dlrm_model
+    from initopt.sharding_plan import plan_digest
+
+    device = torch.device("cpu")
+    distributed.init_process_group("gloo")
+    planner = dlrm_model.make_planner(config, device, 2, 2)
+    model, sharders = dlrm_model.make_model(config, device), dlrm_model.make_sharders(config)
+    return plan_digest(planner.collective_plan(model, sharders, distributed.group.WORLD))
+
+
+@pytest.mark.parametrize("lane", ["main", "process:plan"])
+def test_the_plan_is_torchrecs_on_every_lane(lane: str) -> None:
+    chosen = config(sharding="row_wise")
+    (stock, _) = fork_ranks(stock_plan, chosen)
+
+    def sharders() -> list[Any]:
+        from benchmarks.trainers import dlrm_model
+
+        return dlrm_model.make_sharders(chosen)
+
+    for digest, notes in fork_ranks(planned, chosen, plan_lane=lane, sharders=sharders):
+        assert digest == stock
+        assert len(notes) == 1 and "sharding plans proposed" in notes[0]
+
+
+def test_with_fast_plan_off_rank_0_plans_as_torchrec_does() -> None:
+    chosen = config()
+    (stock, _) = fork_ranks(stock_plan, chosen)
+    (one, notes), (other, none) = fork_ranks(planned, chosen, fast_plan=False)
+    assert one == other == stock
+    assert notes == ["the planner's planner ran as TorchRec's own: make_fast was not called with it"] and none == []
+
+
+def file_of(config: Any, path: Path) -> None:
+    """Write the plan of `config` for two ranks as `initopt plan -o` does."""
+    import torch
+
+    from benchmarks.trainers import dlrm_model
+    from initopt.sharding_plan.offline import plan_offline
+
+    device = torch.device("cpu")
+    plan_offline(
+        dlrm_model.make_model(config, device),
+        world_size=2,
+        local_world_size=2,
+        device="cpu",
+        batch_size=config.batch_size,
+        sharders=dlrm_model.make_sharders(config),
+    ).file.write(path)
+
+
+def test_a_pinned_plan_is_used_and_one_for_other_tables_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    from initopt.sharding_plan import PlanFile
+
+    fork_ranks(file_of, config(), tmp_path / "plan.json", ranks=1)
+    pinned = PlanFile.read(tmp_path / "plan.json")
+    for digest, notes in fork_ranks(planned, config(), plan=tmp_path / "plan.json"):
+        assert digest == pinned.digest and notes == []
+
+    def refused() -> str:
+        with pytest.raises(StartupFailed) as caught:
+            small(config(rows=51), plan=tmp_path / "plan.json").run()
+        return str(caught.value.exceptions[0])
+
+    for text in fork_ranks(refused):
+        assert f"the sharding plan in {tmp_path / 'plan.json'} does not fit this job" in text
+        assert "was planned as" in text
