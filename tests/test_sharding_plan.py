@@ -97,11 +97,9 @@ def test_a_planner_of_the_user_is_changed_in_place_once() -> None:
     assert plan(planner) == plan(EmbeddingShardingPlanner(topology=topology()))
 
 
-def test_an_untouched_planner_has_no_account() -> None:
-    with pytest.raises(
-        ValueError, match=r"EmbeddingShardingPlanner was not made fast: call make_fast\(planner\) first"
-    ):
-        account(EmbeddingShardingPlanner(topology=topology()))
+def test_an_untouched_planner_says_so() -> None:
+    told = account(EmbeddingShardingPlanner(topology=topology()))
+    assert told == Account(stock=(StockPart("planner", "make_fast was not called with it"),))
 
 
 def test_a_planner_of_another_class_is_left_alone() -> None:
@@ -350,3 +348,20 @@ def test_planning_warns_of_nothing() -> None:
 
 def test_public_names() -> None:
     assert {"Account", "StockPart", "account", "fast_planner", "make_fast"} <= set(sharding_plan.__all__)
+
+
+def test_an_error_of_the_search_leaves_it_to_torchrec(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(search, "bound", broken)
+    with pytest.warns(UserWarning, match=r"is not trusted, as it failed with KeyError\('broken'\)"):
+        assert not both(topology=topology).fast
+
+
+def test_a_planner_can_be_copied_and_pickled() -> None:
+    planner = fast_planner(topology=topology())
+    expected = plan(planner)
+    for twin in (copy.deepcopy(planner), pickle.loads(pickle.dumps(planner))):
+        assert plan(twin) == expected
+        assert account(twin).fast

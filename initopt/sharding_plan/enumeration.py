@@ -42,6 +42,9 @@ class FastEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         """Return the options that TorchRec enumerates, in its order."""
         try:
             return list(_lazily(self, module, sharders))
+        except Exception:
+            # An input that TorchRec refuses, in its own words; or something of ours, which it does without.
+            return list(super().enumerate(module, sharders))
         finally:
             self._stash_weights.clear()
             self._kernels.clear()

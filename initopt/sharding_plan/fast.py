@@ -12,6 +12,8 @@ import importlib.metadata
 import logging
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torchrec.distributed.planner import EmbeddingShardingPlanner, storage_reservations
@@ -166,6 +168,17 @@ class _Distrusted(Unmodelled):
     """TorchRec's partitioner and perf model say something else than the search."""
 
 
+@contextmanager
+def _errors_of_ours() -> Iterator[None]:
+    """Whatever goes wrong in the search, TorchRec's own still runs; if it was the input, that raises again there."""
+    try:
+        yield
+    except Unmodelled:
+        raise
+    except Exception as error:
+        raise _Distrusted(f"it failed with {error!r}") from error
+
+
 class SearchProposer(Proposer):  # type: ignore[misc]
     """The one proposer of a fast planner.
 
@@ -204,10 +217,11 @@ class SearchProposer(Proposer):  # type: ignore[misc]
         self._write(Account(stock=_parts_in_use(self._planner)))
         reservation = self._planner._storage_reservation
         try:
-            self._prepare()
-            if type(reservation) in _RESERVATIONS:
-                self._search(reservation.last_reserved_topology)
-                return
+            with _errors_of_ours():
+                self._prepare()
+                if type(reservation) in _RESERVATIONS:
+                    self._search(reservation.last_reserved_topology)
+                    return
             if self._planner._timeout_seconds:
                 raise Unmodelled(f"{_name(reservation)} tells what it reserved when the timeout runs already")
         except Unmodelled as reason:
@@ -257,7 +271,8 @@ class SearchProposer(Proposer):  # type: ignore[misc]
             if self._space is not None:
                 # The planner does so next; a rank would be part of what tells two options apart.
                 reset_shard_rank(plan or [])
-                self._search(storage_constraint)
+                with _errors_of_ours():
+                    self._search(storage_constraint)
                 self._driven = None
         except Unmodelled as reason:
             self._give_up(reason)

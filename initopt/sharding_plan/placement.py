@@ -6,7 +6,6 @@ arrive, and its total is always made anew from the parts. Storage is whole bytes
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from torchrec.distributed.planner.types import PartitionByType
 from torchrec.distributed.planner.utils import mb_to_bytes
 from torchrec.distributed.types import ShardingType
 
-from initopt.sharding_plan.space import LARGEST, Choice, Run, Space, Unmodelled
+from initopt.sharding_plan.ranks import DoesNotFit, Hosts, Queue, Ranks, TooSlow
+from initopt.sharding_plan.space import LARGEST, Choice, Space, Unmodelled
 
 SLACK = 1e-9
 """Relative slack of every comparison that stands for a comparison of two ratings.
@@ -28,58 +28,6 @@ A rating is a float sum of at most some ten thousand terms per rank, so two orde
 
 _CHECKPOINT = 32
 """So many uniform options lie between two stored states; all of them would take gigabytes for thousands of tables."""
-
-
-class DoesNotFit(Exception):
-    """Some shard finds no rank, so the stock partitioner would raise a PlannerError."""
-
-
-class TooSlow(Exception):
-    """A rank is already slower than the best plan: there is no need to place the rest."""
-
-
-class Ranks:
-    """The devices while a proposal is placed: the parts of their perf, their totals, and what is free on them."""
-
-    def __init__(self, parts: list[list[float]], free: list[list[int]]) -> None:
-        self.parts, self.free = parts, free
-        self.totals: list[float] = [
-            fwd + bwd + fwd_comms + bwd_comms + prefetch
-            for fwd, bwd, fwd_comms, bwd_comms, prefetch in zip(*parts, strict=True)
-        ]
-
-    def saved(self, ranks: range) -> list[list[Any]]:
-        """Return the state of consecutive ranks."""
-        return [each[ranks.start : ranks.stop] for each in self._lists()]
-
-    def restore(self, ranks: range, saved: list[list[Any]]) -> None:
-        """Set consecutive ranks to a state that was saved."""
-        for each, before in zip(self._lists(), saved, strict=True):
-            each[ranks.start : ranks.stop] = before
-
-    def _lists(self) -> list[list[Any]]:
-        return [*self.parts, *self.free, self.totals]
-
-    def fits(self, run: Run, rank: int) -> bool:
-        """Whether a shard of the run fits on the rank."""
-        hbm, ddr, ssd = run.storage
-        return hbm <= self.free[0][rank] and ddr <= self.free[1][rank] and ssd <= self.free[2][rank]
-
-    def put(self, run: Run, rank: int) -> float:
-        """Place a shard of the run; returns the new total of the rank."""
-        hbm, ddr, ssd = run.storage
-        self.free[0][rank] -= hbm
-        self.free[1][rank] -= ddr
-        self.free[2][rank] -= ssd
-        fwd, bwd, fwd_comms, bwd_comms, prefetch = self.parts
-        parts = run.parts
-        fwd[rank] = a = fwd[rank] + parts[0]
-        bwd[rank] = b = bwd[rank] + parts[1]
-        fwd_comms[rank] = c = fwd_comms[rank] + parts[2]
-        bwd_comms[rank] = d = bwd_comms[rank] + parts[3]
-        prefetch[rank] = e = prefetch[rank] + parts[4]
-        self.totals[rank] = total = a + b + c + d + e
-        return total
 
 
 Assignment = dict[int, list[int]]
@@ -124,8 +72,8 @@ class Greedy:
         if max(ranks.totals) > limit:
             raise TooSlow
         assignment: Assignment = {}
-        hosts = _Hosts(self._hosts, ranks)
-        queue = _Queue(ranks, range(self.world_size), self._local_size)
+        hosts = Hosts(self._hosts, ranks)
+        queue = Queue(ranks, range(self.world_size), self._local_size)
         for pick in self._in_order(picks):
             choice = choices[pick]
             if choice.partition_by == _DEVICE:
@@ -212,34 +160,7 @@ class Greedy:
         return others
 
 
-class _Hosts:
-    """The hosts in the order of their load: the sum of the totals of their ranks, added in the order of ranks."""
-
-    def __init__(self, hosts: list[range], ranks: Ranks) -> None:
-        self._hosts, self._totals = hosts, ranks.totals
-        self._loads = [0.0] * len(hosts)
-        self._stale = set(range(len(hosts)))
-
-    def changed(self, ranks: list[int]) -> None:
-        """Note that these ranks hold something more."""
-        if self._hosts:
-            size = len(self._hosts[0])
-            self._stale.update(rank // size for rank in ranks)
-
-    def by_load(self) -> list[range]:
-        """Return them, the least loaded first; of equal ones the first."""
-        for host in self._stale:
-            # Ranks beyond the last whole host belong to none.
-            if host < len(self._hosts):
-                load: float = 0
-                for total in self._totals[self._hosts[host].start : self._hosts[host].stop]:
-                    load += total
-                self._loads[host] = load
-        self._stale.clear()
-        return [self._hosts[i] for i in sorted(range(len(self._loads)), key=self._loads.__getitem__)]
-
-
-def _on_one_host(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
+def _on_one_host(choice: Choice, ranks: Ranks, hosts: Hosts) -> list[int]:
     """Place all shards on the least loaded host that takes them."""
     for host in hosts.by_load():
         room = [sum(free[host.start : host.stop]) for free in ranks.free]
@@ -253,7 +174,7 @@ def _on_one_host(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
             raise DoesNotFit
         before = ranks.saved(host)
         try:
-            return _Queue(ranks, host, len(host)).place(choice, math.inf)
+            return Queue(ranks, host, len(host)).place(choice, math.inf)
         except DoesNotFit:
             ranks.restore(host, before)
     raise DoesNotFit
@@ -272,7 +193,7 @@ def _one_each_fits(choice: Choice, ranks: Ranks, targets: range) -> bool:
     return True
 
 
-def _on_hosts(choice: Choice, ranks: Ranks, hosts: _Hosts) -> list[int]:
+def _on_hosts(choice: Choice, ranks: Ranks, hosts: Hosts) -> list[int]:
     """Place one shard per rank on as many hosts as it takes, consecutive in the order of their load."""
     order = hosts.by_load()
     needed, rest = divmod(choice.shards, len(order[0]))
@@ -351,63 +272,6 @@ def _one_each(choice: Choice, ranks: Ranks, targets: Sequence[int]) -> list[int]
                 raise DoesNotFit
             ranks.put(run, target)
     return list(targets)
-
-
-class _Queue:
-    """Some of the ranks, the least loaded first; of equal ones the first of a host, then the first of all.
-
-    An entry is (total, rank within its host, rank). One with an old total is left behind and recognized when it comes
-    up. A rank without room for a shard is set aside until a shard comes that may fit: in tight memory most are.
-    """
-
-    def __init__(self, ranks: Ranks, which: range, local_size: int) -> None:
-        self._ranks, self._local_size = ranks, local_size
-        self._heap = [(ranks.totals[rank], rank % local_size, rank) for rank in which]
-        heapq.heapify(self._heap)
-        self._aside: list[tuple[float, int, int]] = []
-        self._most_room = -1
-
-    def changed(self, used: list[int]) -> None:
-        """Note that these ranks hold something that was not placed by this queue."""
-        for rank in set(used):
-            heapq.heappush(self._heap, (self._ranks.totals[rank], rank % self._local_size, rank))
-
-    def place(self, choice: Choice, limit: float) -> list[int]:
-        """Place each shard on the least loaded rank that has room. Raises DoesNotFit and TooSlow."""
-        used = []
-        heap, ranks, totals = self._heap, self._ranks, self._ranks.totals
-        hbm_free, ddr_free, ssd_free = ranks.free
-        for run in choice.runs:
-            hbm, ddr, ssd = run.storage
-            if hbm <= self._most_room:
-                self._take_back(run)
-            for _ in range(run.shards):
-                while heap:
-                    total, local, rank = heap[0]
-                    if total != totals[rank]:
-                        heapq.heappop(heap)
-                    elif hbm <= hbm_free[rank] and ddr <= ddr_free[rank] and ssd <= ssd_free[rank]:
-                        break
-                    else:
-                        self._aside.append(heapq.heappop(heap))
-                        self._most_room = max(self._most_room, hbm_free[rank])
-                else:
-                    raise DoesNotFit
-                total = ranks.put(run, rank)
-                if total > limit:
-                    raise TooSlow
-                heapq.heapreplace(heap, (total, local, rank))
-                used.append(rank)
-        return used
-
-    def _take_back(self, run: Run) -> None:
-        aside, self._aside, self._most_room = self._aside, [], -1
-        for entry in aside:
-            if self._ranks.fits(run, entry[2]):
-                heapq.heappush(self._heap, entry)
-            elif entry[0] == self._ranks.totals[entry[2]]:
-                self._aside.append(entry)
-                self._most_room = max(self._most_room, self._ranks.free[0][entry[2]])
 
 
 def _one_shard_per_rank(choice: Choice, ranks: Ranks, local_size: int) -> list[int]:

@@ -16,8 +16,9 @@ from torchrec.distributed.planner.constants import MAX_SIZE
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
 
-from initopt.sharding_plan.placement import SLACK, DoesNotFit, Greedy, MemoryBalanced, TooSlow
+from initopt.sharding_plan.placement import SLACK, Greedy, MemoryBalanced
 from initopt.sharding_plan.proposals import Outcome, Proposal, Proposals
+from initopt.sharding_plan.ranks import DoesNotFit, TooSlow
 from initopt.sharding_plan.space import UNIT, Bytes, Space, Unmodelled
 
 
