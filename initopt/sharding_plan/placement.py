@@ -44,6 +44,7 @@ class Greedy:
         self._local_size = topology.local_world_size
         storages = [device.storage for device in topology.devices]
         self._capacity = [[s.hbm for s in storages], [s.ddr for s in storages], [s.ssd for s in storages]]
+        self._room = numpy.array(self._capacity)
         size = topology.intra_group_size
         self._hosts = [range(i * size, (i + 1) * size) for i in range(self.world_size // size)]
         grid = PartitionByType.MULTI_HOST.value
@@ -127,10 +128,9 @@ class Greedy:
                 used[:, ranks] += more_used
             if done % _CHECKPOINT == 0:
                 self._states.append((parts.copy(), used.copy()))
-        free = numpy.array(self._capacity)
+        free = self._room - used
         if hbm:
-            free[0] = hbm
-        free -= used
+            free[0] = hbm - used[0]
         # Storage is never negative, so if every option fits in the end then each did when it came.
         if uniform and free.min() < 0:
             raise DoesNotFit
