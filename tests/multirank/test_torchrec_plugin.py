@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -470,3 +471,26 @@ def test_a_pinned_plan_is_used_and_one_for_other_tables_is_refused_on_all_ranks(
     for text in fork_ranks(refused):
         assert f"the sharding plan in {tmp_path / 'plan.json'} does not fit this job" in text
         assert "was planned as" in text
+
+
+def test_a_plan_that_takes_long_does_not_run_into_the_time_limit_of_collectives() -> None:
+    """`collective_timeout` holds from the first training step on; while rank 0 plans, the others do not fail."""
+
+    def slow(place: Any) -> Any:
+        from torchrec.distributed.planner import EmbeddingShardingPlanner
+
+        from benchmarks.trainers import dlrm_model
+
+        made = dlrm_model.make_planner(config(), place.device, place.world_size, place.local_world_size)
+
+        class Slow(EmbeddingShardingPlanner):  # type: ignore[misc]
+            def plan(self, *arguments: Any) -> Any:
+                time.sleep(3.0)
+                return made.plan(*arguments)
+
+        return Slow(topology=made._topology, debug=False)
+
+    (stock, _) = fork_ranks(stock_plan, config())
+    (one, notes), (other, _) = fork_ranks(planned, config(), planner=slow, collective_timeout=1.0)
+    assert one == other == stock
+    assert notes == ["the planner's planner ran as TorchRec's own: Slow plans in its own way"]
