@@ -94,7 +94,7 @@ class Size:
 
 
 SMALL = Size(tables=16, ranks=32, cells=320)
-LARGE = Size(tables=60, ranks=128, cells=1_200)
+LARGE = Size(tables=100, ranks=128, cells=3_000)
 
 
 class Uneven(GeneralizedCommsBandwidth):
