@@ -93,6 +93,7 @@ class Execution:
         self._turn = _runs[graph.name]
         self._tasks = tasks
         self._timeout = timeout
+        self._longest = max((step.timeout or timeout for step in graph.values()), default=timeout)
         self._plugins = plugins
         self._goes_on = goes_on
         self._children: set[int] = set()
@@ -466,7 +467,8 @@ class Execution:
 
     def _check_timeouts(self) -> None:
         now = time.monotonic()
-        nearest = math.inf if self._running else self._timeout
+        # A step that begins before the next look may have the longest limit of all.
+        nearest = math.inf if self._running else self._longest
         for name, since in self._running.items():
             limit = self.graph[name].timeout or self._timeout
             nearest = min(nearest, since + limit - now)
