@@ -92,7 +92,7 @@ def _bound(run: Run, serial: Run) -> float:
 
 
 def _work(run: Run, rank: int) -> Mapping[str, float]:
-    return {span.name: span.end - span.start - span.wait for span in chain.steps_of(run, rank)}
+    return {span.name: span.end - span.start - span.wait - span.paused for span in chain.steps_of(run, rank)}
 
 
 def table(results: Sequence[Result]) -> str:

@@ -17,6 +17,14 @@ INTERRUPTING = 10.0
 """Seconds that it gets to answer an interruption: it may be in the middle of a long call, with time left."""
 
 
+class _Interruption(BaseException):
+    """Carries an error out of a block past handlers that catch every Exception, to retry or to go on."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Alarm:
     """Raises an error in the thread that made it, from a timer or from another thread.
 
@@ -63,7 +71,7 @@ class Alarm:
         def ring(_signal: int, _frame: FrameType | None) -> None:
             if self._armed:
                 self._armed = False
-                raise self._error or StepTimeout(step, seconds)
+                raise _Interruption(self._error or StepTimeout(step, seconds))
 
         signal.signal(signal.SIGALRM, ring)
         self._armed = True
@@ -73,6 +81,8 @@ class Alarm:
                 if self._error is not None:
                     raise self._error
                 yield
+            except _Interruption as interruption:
+                raise interruption.error.with_traceback(interruption.__traceback__) from None
             finally:
                 self._armed = False
         finally:
@@ -84,14 +94,21 @@ class Alarm:
     def interrupt(self, error: BaseException) -> None:
         """Raise `error` in the block of `limit` that is running, else in the next one. A block may turn out stuck."""
         self._error = error
+        block = self._block
+        if not self._armed or block is None or self._thread.ident is None:
+            return
+        ended = block[2]
         until = time.monotonic() + INTERRUPTING
         # Again and again: a signal that comes just before a thread goes to sleep on a lock does not wake it.
-        while time.monotonic() < until:
+        while time.monotonic() < until and not ended.is_set():
             with self._lock:
-                if not self._armed or self._thread.ident is None:
-                    return
-                block = self._block
-                signal.pthread_kill(self._thread.ident, signal.SIGALRM)
+                heard = not self._armed
+                if not heard:
+                    signal.pthread_kill(self._thread.ident, signal.SIGALRM)
+            if heard and not ended.wait(PATIENCE):
+                # Somebody in the block has caught it and goes on.
+                with self._lock:
+                    self._armed = not ended.is_set()
             time.sleep(0.02)
-        if block is not None and not block[2].is_set():
+        if not ended.is_set():
             self._stuck(*block)

@@ -84,7 +84,16 @@ class Compile:
                 between()
                 bool(instructions)
         parts = self.parts(model)
-        for name, call in _from(list(self.examples(device).items()), first):
+        try:
+            examples = list(self.examples(device).items())
+        except Exception as error:
+            warnings.warn(
+                f"initopt: nothing was compiled ahead, as the function of the examples failed ({_first_line(error)}); "
+                "all compiles at the first batch",
+                stacklevel=2,
+            )
+            return 0
+        for name, call in _from(examples, first):
             between()
             if name not in parts:
                 raise ValueError(
@@ -96,9 +105,8 @@ class Compile:
             except _Compiled:
                 continue
             except Exception as error:
-                why = "".join(str(error).splitlines()[:1])
                 warnings.warn(
-                    f"initopt: part {name!r} was not compiled ahead ({type(error).__name__}: {why}); "
+                    f"initopt: part {name!r} was not compiled ahead ({_first_line(error)}); "
                     "it compiles at the first batch. Compare its example with what the model passes it",
                     stacklevel=2,
                 )
@@ -110,6 +118,10 @@ class Compile:
         from torch._dynamo.utils import counters
 
         return int(counters["stats"]["unique_graphs"])
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
 
 
 def _from(items: list[_Item], first: int) -> list[_Item]:

@@ -509,6 +509,11 @@ def _check_step(step: Step) -> None:
         raise GraphError.in_step(
             step, f"has timeout {step.timeout!r} s: give a positive number, or None for no limit of its own"
         )
+    resources = [resource for resource in ("rng", "fork") if resource in step.uses]
+    if step.pauses and resources:
+        raise GraphError.in_step(
+            step, f"pauses and uses {resources[0]!r}, which it would hold meanwhile. Drop pauses=True"
+        )
     if step.lane != "comms" and (step.collectives or "comms" in step.uses):
         why = "holds collectives" if step.collectives else "uses 'comms'"
         raise GraphError.in_step(

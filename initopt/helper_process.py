@@ -20,6 +20,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from initopt import process_tree
 from initopt.failure import note
 
 _PR_SET_PDEATHSIG = 1
@@ -76,8 +77,12 @@ class HelperProcess:
         raise value
 
     def close(self) -> None:
-        """End the helper, whatever it is doing. A `call` that is under way raises RuntimeError."""
+        """End the helper and what it has started, whatever it is doing. A `call` under way raises RuntimeError."""
+        started = list(process_tree.descendants(self._process.pid)) if self._process.pid is not None else []
         self._process.kill()
+        for pid in started:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._process.join()
         self._parent.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import heapq
+import math
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,11 +93,13 @@ class Execution:
         self._turn = _runs[graph.name]
         self._tasks = tasks
         self._timeout = timeout
+        self._longest = max((step.timeout or timeout for step in graph.values()), default=timeout)
         self._plugins = plugins
         self._goes_on = goes_on
         self._children: set[int] = set()
         self._peers: Peers | None = None
         self._joined = False
+        self._store: Any = None
         self._thread_state = ThreadState()
         self._caller = threading.current_thread()
         self._alarm = Alarm(self._ends_stuck)
@@ -110,6 +113,8 @@ class Execution:
         self._alone: list[str] = []
         self._missing = {name: len(graph.predecessors(name)) for name in graph}
         self._running: dict[str, float] = {}
+        self._paused: dict[str, float] = {}
+        self._here = threading.local()
         self._left = len(graph)
         self._over = False
         self._outcome = Outcome(graph.name, self.rank)
@@ -160,15 +165,18 @@ class Execution:
 
         Raises OrderError if their collectives differ.
         """
-        if self._joined:
-            return
-        self._joined = True
+        with self._lock:
+            if self._joined:
+                return
+            self._joined = True
         self.rank = self._outcome.rank = rank
+        if world_size > 1:
+            self._peers = self._peers_through(store, world_size)
+            # Before anything waits for the others: one of them may have failed already.
+            self._peers.start()
         self.recorder.agree(rank, world_size, store)
-        if world_size == 1:
+        if self._peers is None:
             return
-        self._peers = self._peers_through(store, world_size)
-        self._peers.start()
         mine = self.graph.lanes().get("comms", ())
         theirs = self._peers.agree("comms", "\n".join(mine)).split("\n")
         for index, (here, there) in enumerate(zip([*mine, "nothing more"], [*theirs, "nothing more"], strict=False)):
@@ -201,17 +209,20 @@ class Execution:
 
     def pause(self) -> None:
         """Let the steps that must run alone do so now, from a step that runs."""
-        name = self.recorder.step_here()
+        name = self._step_here()
         with self._lock:
             since = self._running.get(name)
-            if since is None or not self._alone or self._serial:
+            others = all(self.graph[other].pauses for other in self._running if other != name)
+            if since is None or not self._alone or name in self._alone or not others:
                 return
             self._running.pop(name)
             self._notify()
             stopped = time.monotonic()
             while self._alone and not self._over:
                 self._changed.wait()
-            self._running[name] = since + (time.monotonic() - stopped)
+            paused = time.monotonic() - stopped
+            self._paused[name] = self._paused.get(name, 0.0) + paused
+            self._running[name] = since + paused
             if self._over:
                 raise _Stopped(name)
 
@@ -290,6 +301,7 @@ class Execution:
         start, cpu = self.recorder.now(), time.thread_time()
         error: BaseException | None = None
         value: Any = None
+        self._here.step = name
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.recorder.current_step(name, lane=step.lane))
@@ -308,6 +320,7 @@ class Execution:
                 self._watch_collectives()
         except BaseException as raised:
             error = raised
+        self._here.step = ""
         span = Span(
             name,
             start,
@@ -318,6 +331,7 @@ class Execution:
             cpu=time.thread_time() - cpu,
             error=type(error).__name__ if error else "",
             call_site=step.call_site,
+            paused=self._paused.get(name, 0.0),
         )
         self.recorder.add(span)
         try:
@@ -339,6 +353,11 @@ class Execution:
             if not self._running or not self._left or self._alone:
                 self._notify()
 
+    def _step_here(self) -> str:
+        """The step that the calling thread runs, whatever spans it has named inside; empty elsewhere."""
+        step: str = getattr(self._here, "step", "")
+        return step
+
     def _call(self, name: str) -> Any:
         task = self._tasks[name]
         arguments = {parameter: self.values[source] for parameter, source in task.parameters.items()}
@@ -359,12 +378,11 @@ class Execution:
 
     def _refuse_meeting(self, op: str, call_site: str) -> None:
         """Stop a collective off the lane `comms` before it begins: the other ranks may hold another one first."""
-        name = self.recorder.step_here()
-        step = self.graph.get(name)
+        step = self.graph.get(self._step_here())
         if step is not None and step.lane != "comms" and not self._serial:
             raise OrderError(
-                f"step {name!r} ({step.call_site}) on lane {step.lane!r} calls {op} at {call_site}: ranks could meet "
-                "in different orders. Set lane='comms'"
+                f"step {step.name!r} ({step.call_site}) on lane {step.lane!r} calls {op} at {call_site}: ranks could "
+                "meet in different orders. Set lane='comms'"
             )
 
     def _check_generators(self, when: str) -> None:
@@ -401,14 +419,30 @@ class Execution:
         """Connect to the others just to tell of a failure: this rank's start-up had not got so far as to join them."""
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
-        if self._joined or world_size == 1 or not hasattr(distributed, "rendezvous"):
+        if world_size == 1 or not hasattr(distributed, "rendezvous"):
             return None
-        try:
-            store, *_ = next(distributed.rendezvous("env://", timeout=datetime.timedelta(seconds=REACH)))
-            return self._peers_through(store, world_size)
-        except Exception:
-            # Nobody is there yet, or they meet elsewhere.
-            return None
+        with self._lock:
+            joining, self._joined = self._joined, True
+        if joining:
+            # Another thread is about to be connected, or was it and met nobody.
+            until = time.monotonic() + TICK
+            while self._peers is None and time.monotonic() < until:
+                time.sleep(0.01)
+            return self._peers
+        found: list[Peers] = []
+
+        def connect() -> None:
+            # Nobody may be there yet, or they meet elsewhere.
+            with suppress(Exception):
+                # Kept: on rank 0 it is the store itself, and serves the others.
+                self._store, *_ = next(distributed.rendezvous("env://", timeout=datetime.timedelta(seconds=REACH)))
+                found.append(self._peers_through(self._store, world_size))
+
+        # Looking up a host or a port that does not answer may take longer than any timeout says.
+        thread = threading.Thread(target=connect, name="initopt-late", daemon=True)
+        thread.start()
+        thread.join(2 * REACH)
+        return found[0] if found else None
 
     def _peers_through(self, store: Any, world_size: int) -> Peers:
         return Peers(
@@ -433,7 +467,8 @@ class Execution:
 
     def _check_timeouts(self) -> None:
         now = time.monotonic()
-        nearest = self._timeout
+        # A step that begins before the next look may have the longest limit of all.
+        nearest = math.inf if self._running else self._longest
         for name, since in self._running.items():
             limit = self.graph[name].timeout or self._timeout
             nearest = min(nearest, since + limit - now)

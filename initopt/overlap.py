@@ -305,6 +305,8 @@ class Startup:
             execution.overlapped()
         else:
             execution.serially()
+        if not self._goes_on:
+            recorder.started()
         ledger.save()
         return Values({name: execution.values[_settled(name) if name in known else name] for name in self._declared})
 

@@ -26,11 +26,12 @@ def cpu_seconds() -> float:
     """
     own = os.times()
     ticks = os.sysconf("SC_CLK_TCK")
-    return sum(own[:4]) + sum(_ticks(pid) for pid in _descendants()) / ticks
+    return sum(own[:4]) + sum(_ticks(pid) for pid in descendants()) / ticks
 
 
-def _descendants() -> Iterator[int]:
-    generation = children()
+def descendants(pid: int | None = None) -> Iterator[int]:
+    """Yield the process ids of all descendants of `pid` (default: this process), parents before children."""
+    generation = children(pid)
     while generation:
         yield from generation
         generation = set().union(*(children(pid) for pid in generation))

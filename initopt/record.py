@@ -52,7 +52,8 @@ class Span:
     of all ranks. `wait` is the part of the span spent for ranks that came later (known once ranks are matched), `cpu`
     the CPU seconds of the thread. For a collective `step` is the step that issued it and `sequence` its number on its
     group; for a step inside another step, `step` is the outer one. With `async_op` a collective's span covers only the
-    call that handed it over, not the communication.
+    call that handed it over, not the communication. `paused` is the part in which a step stood aside for one that
+    forks.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Span:
     call_site: str = ""
     error: str = ""
     async_op: bool = False
+    paused: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ class Note:
 class Usage:
     """The CPU seconds that a rank's process and all its descendants had used `at` seconds after its start.
 
-    It is taken at the end of the first training step; where there is none, when the record is closed.
+    It is taken at the end of the first training step; where there is none, at the end of the start-up's last step, or
+    when the record is closed. The last one of a record counts.
     """
 
     at: float
@@ -345,6 +348,13 @@ class Recorder:
         """Leave a remark of the step that this thread is in."""
         self._write(Note(text, self.step_here()), time.thread_time())
 
+    def started(self) -> None:
+        """Say that the start-up is over, unless a step FIRST_STEP follows: what is used from here on is training's."""
+        if not self._silent():
+            with self._fail_safe(), self._lock:
+                if not self._stopped:
+                    self._put_usage()
+
     def close(self) -> None:
         """Take the hooks out and write the last line. What comes later is ignored. May be called twice."""
         if self._silent():
@@ -371,7 +381,8 @@ class Recorder:
                         else "the ranks have no process group yet"
                     )
                     raise RuntimeError(f"{why}, {len(self._waiting)} records are lost")
-                self._put_usage()
+                if not self._usage_written:
+                    self._put_usage()
                 self._write_line(self._trailer())
                 self._stopped = True
                 self._file.close()
@@ -420,9 +431,8 @@ class Recorder:
             self._write_line(record)
 
     def _put_usage(self) -> None:
-        if not self._usage_written:
-            self._usage_written = True
-            self._put(Usage(self.now(), cpu_seconds()))
+        self._usage_written = True
+        self._put(Usage(self.now(), cpu_seconds()))
 
     def _silent(self) -> bool:
         """Whether nothing is written any more. A forked process has this object, its lock perhaps held, but no part."""

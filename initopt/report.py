@@ -508,7 +508,7 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
 
 
 def _work(span: Span) -> float:
-    return max(0.0, span.end - span.start - span.wait)
+    return max(0.0, span.end - span.start - span.wait - span.paused)
 
 
 def _why(run: Run, span: Span) -> str:

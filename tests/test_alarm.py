@@ -72,6 +72,38 @@ def test_a_handler_that_is_there_already_is_left_alone() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
+def test_a_block_that_catches_every_exception_is_left_all_the_same() -> None:
+    ringing, error = alarm(), ValueError("elsewhere")
+    inside = threading.Event()
+    thread = threading.Thread(target=lambda: inside.wait(LONG) and ringing.interrupt(error))
+    thread.start()
+    with pytest.raises(ValueError, match="elsewhere"), ringing.limit("model", LONG):
+        while True:
+            try:
+                inside.set()
+                threading.Event().wait(LONG)
+            except Exception:
+                continue
+    thread.join(LONG)
+
+
+def test_a_block_that_swallows_an_interruption_is_interrupted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("initopt.alarm.PATIENCE", 0.05)
+    ringing, swallowed = alarm(), []
+    inside = threading.Event()
+    thread = threading.Thread(target=lambda: inside.wait(LONG) and ringing.interrupt(ValueError("elsewhere")))
+    thread.start()
+    with pytest.raises(ValueError, match="elsewhere"), ringing.limit("model", LONG):
+        try:
+            inside.set()
+            threading.Event().wait(LONG)
+        except BaseException as error:
+            swallowed.append(error)
+        threading.Event().wait(LONG)
+    thread.join(LONG)
+    assert len(swallowed) == 1
+
+
 def test_outside_of_the_main_thread_it_does_nothing() -> None:
     done: list[str] = []
 

@@ -161,6 +161,17 @@ def test_the_compiler_finds_its_instruction_set_known_after_a_warm_up(monkeypatc
     assert cpu_vec_isa.pick_vec_isa()
 
 
+def test_examples_that_fail_leave_all_to_the_first_batch() -> None:
+    def fails(device: Any) -> dict[str, Call]:
+        raise ValueError("no schema")
+
+    m = model()
+    warmed = Compile(lambda m: {"part": m.part}, fails)
+    warmed.apply(m)
+    with pytest.warns(UserWarning, match=r"nothing was compiled ahead.*ValueError: no schema"):
+        assert warmed.warm_up(m, torch.device("cpu")) == 0
+
+
 def test_without_examples_nothing_is_warmed_up() -> None:
     m = model()
     chosen = Compile(lambda m: {"part": m.part})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,19 @@ def test_a_helper_that_dies_is_noticed_though_what_it_started_lives_on(helper: C
         helper(leaves=leaves).call("leaves", {})
     os.close(write)
     os.close(read)
+
+
+def test_what_a_helper_has_started_ends_with_it() -> None:
+    def starts() -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    helper = HelperProcess("process:a", {"starts": starts})
+    pid = helper.call("starts", {})
+    helper.close()
+    until = time.monotonic() + LONG
+    while Path(f"/proc/{pid}/stat").exists() and ") Z" not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_inputs_must_be_picklable(helper: Callable[..., HelperProcess]) -> None:

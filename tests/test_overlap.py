@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,7 +19,19 @@ from typing import Any
 import pytest
 import torch
 
-from initopt import Graph, GraphError, OrderError, Run, Startup, StartupFailed, StepTimeout, lanes, plugins, rng
+from initopt import (
+    Graph,
+    GraphError,
+    OrderError,
+    Recorder,
+    Run,
+    Startup,
+    StartupFailed,
+    StepTimeout,
+    lanes,
+    plugins,
+    rng,
+)
 from initopt.plugins import hookimpl
 
 LONG = 30.0
@@ -581,6 +594,96 @@ def test_a_pause_ends_when_the_start_up_fails() -> None:
         raise ValueError("no")
 
     assert [str(error) for error in failure(start).exceptions] == ["no"]
+
+
+def test_a_step_goes_on_while_another_one_does_not_pause() -> None:
+    start = Startup("job")
+    begun, paused = threading.Event(), threading.Event()
+
+    @start.step(lane="io:x", pauses=True)
+    def long() -> None:
+        begun.wait(LONG)
+        execution = start._execution
+        assert execution is not None
+        with execution._changed:
+            assert execution._changed.wait_for(lambda: execution._alone, LONG)
+        start.pause()
+        paused.set()
+
+    @start.step(lane="io:y")
+    def stays() -> None:
+        begun.set()
+        assert paused.wait(LONG), "the pause waited for a step that does not pause"
+
+    @start.step(lane="io:z")
+    def gate() -> None:
+        begun.wait(LONG)
+
+    start.step(lambda gate: None, name="fork", uses="fork")
+    start.run()
+
+
+@pytest.mark.parametrize("resource", ["rng", "fork"])
+def test_a_step_that_holds_what_others_wait_for_does_not_pause(resource: str) -> None:
+    start = Startup("job")
+    start.step(lambda: None, name="model", uses=resource, pauses=True)
+    with pytest.raises(GraphError, match=f"'model' pauses and uses '{resource}'"):
+        start.graph()
+
+
+def test_the_pause_is_told_in_the_record() -> None:
+    start = Startup("job")
+    begun = threading.Event()
+
+    @start.step(lane="io:x", pauses=True)
+    def long() -> None:
+        begun.set()
+        while "fork" not in start._execution.values:  # type: ignore[union-attr]
+            start.pause()
+
+    start.step(lambda: begun.wait(LONG), name="gate", lane="io:z")
+    start.step(lambda gate: time.sleep(0.05), name="fork", uses="fork")
+    start.run()
+    (span,) = (span for span in Run.latest().spans if span.name == "long")
+    assert 0.05 <= span.paused <= span.end - span.start
+
+
+def test_a_collective_in_a_named_part_of_a_step_is_still_that_steps() -> None:
+    start = Startup("job")
+
+    @start.step(lane="io:x")
+    def off() -> None:
+        assert start._execution is not None
+        with start._execution.recorder.span("part"):
+            start._execution._refuse_meeting("all_reduce", "train.py:1")
+
+    error = failure(start).exceptions[0]
+    assert isinstance(error, OrderError) and "'off'" in str(error)
+
+
+def test_what_is_used_after_the_start_up_is_not_its_own(root: Path) -> None:
+    with Recorder("job", mode="overlap") as recorder:
+        start = Startup("job")
+        start.step(lambda: None, name="model")
+        start.run(recorder=recorder)
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+    run = Run.latest(root)
+    assert run.usages[0].at <= run.trailers[0].end - 0.2
+
+
+def test_a_process_forked_during_a_start_up_has_faulthandler_to_itself() -> None:
+    """Its timer's thread does not come along, and its lock would."""
+    code = (
+        "import faulthandler, os; from initopt import watchdog\n"
+        "watchdog.put_off(30.0)\n"
+        "if (child := os.fork()) == 0:\n"
+        "    faulthandler.dump_traceback_later(30.0); faulthandler.cancel_dump_traceback_later(); os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0 and watchdog._until is not None\n"
+        "watchdog.stop()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("when", ["before any run", "in turn"])

@@ -163,7 +163,8 @@ class TrainerStartup(Startup):
         if more > 0:
             warnings.warn(
                 f"initopt: the first batch compiled {more} more graphs than the warm-up had: an example of `compile` "
-                "does not match what the model passes (TORCH_LOGS=recompiles names the guard)",
+                "does not match what the model passes (TORCH_LOGS=recompiles names the guard), or a part has a graph "
+                "break, behind which a warm-up does not get (TORCH_LOGS=graph_breaks)",
                 stacklevel=2,
             )
 

@@ -57,11 +57,12 @@ def test_a_step_never_lets_go_of_the_interpreter_lock(mode: str, tmp_path: Path)
     assert "rank 1 in 'features' for" in first.stderr
 
 
+@pytest.mark.parametrize("rank_that_fails", [0, 1])
 @pytest.mark.parametrize("mode", ["overlap", "serial"])
-def test_a_step_raises_before_the_ranks_have_met(mode: str, tmp_path: Path) -> None:
-    for rank in failed("early", mode, tmp_path).ranks:
+def test_a_step_raises_before_the_ranks_have_met(mode: str, rank_that_fails: int, tmp_path: Path) -> None:
+    for rank in failed(f"early{rank_that_fails}", mode, tmp_path).ranks:
         assert rank.returncode == 1
-        assert "rank 1" in rank.stderr and "no features before the ranks have met" in rank.stderr
+        assert f"rank {rank_that_fails}" in rank.stderr and "no features before the ranks have met" in rank.stderr
 
 
 @pytest.mark.parametrize("mode", ["overlap", "serial"])
