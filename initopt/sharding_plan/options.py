@@ -106,8 +106,11 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
         state = twin.__dict__
         state.update(self.__dict__)
         for name, value in self.__dict__.items():
-            if type(value) not in _ATOMS and name not in _SHARED:
-                state[name] = deepcopy(value, memo)
+            if type(value) in _ATOMS or name in _SHARED:
+                continue
+            # Nearly all options have one list, of numbers.
+            flat = type(value) is list and _ATOMS.issuperset(map(type, value))
+            state[name] = value.copy() if flat else deepcopy(value, memo)
         if "_kinds" in state:
             # TorchRec replaces estimates and never changes them in place.
             state["_kinds"] = [Shard(k.size, k.offset, k.storage, k.perf) for k in self._kinds]
