@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from initopt.report import JSON_VERSION, LONGEST, QUIET, View
+from initopt.report import JSON_VERSION, LONGEST, QUIET, View, ranks_in_short
 
 if TYPE_CHECKING:
     from initopt.sharding_plan.plan_file import PlanFile, RankEstimate
@@ -346,20 +346,8 @@ def _changed_tables(before: PlanFile, after: PlanFile) -> list[tuple[str, str, s
 
 def _sharding(one: dict[str, Any]) -> str:
     ranks = one.get("ranks") or ()
-    where = f"on rank{'s' if len(ranks) > 1 else ''} {_spans(ranks)}" if ranks else ""
+    where = f"on rank{'s' if len(ranks) > 1 else ''} {ranks_in_short(ranks)}" if ranks else ""
     return " ".join(part for part in (one["sharding_type"], one["compute_kernel"], where) if part)
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """Rank numbers in short, in their order: `0-3, 7`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    shown = ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts[:6])
-    return shown + (f", ... ({len(ranks)} in all)" if len(parts) > 6 else "")
 
 
 def _changed_ranks(before: PlanFile, after: PlanFile) -> list[tuple[int, RankEstimate | None, RankEstimate | None]]:

@@ -425,7 +425,7 @@ def chosen_rank(run: Run, rank: int | None) -> int:
     if rank is None:
         return median_rank(run) if finished_ranks(run) else min(run.headers)
     if rank not in run.headers:
-        raise RecordError(run.path, f"there is no rank {rank}; recorded are {_ranks(sorted(run.headers))}")
+        raise RecordError(run.path, f"there is no rank {rank}; recorded are {ranks_in_short(sorted(run.headers))}")
     return rank
 
 
@@ -477,7 +477,7 @@ def _head(run: Run, width: int) -> list[Text]:
     lines += _warned(run.warnings, width)
     if run.missing_ranks:
         which = "ranks" if len(run.missing_ranks) > 1 else "rank"
-        lines += _warned([f"no record of {which} {_ranks(run.missing_ranks)}"], width)
+        lines += _warned([f"no record of {which} {ranks_in_short(run.missing_ranks)}"], width)
     return [*lines, Text()]
 
 
@@ -557,15 +557,16 @@ def _decided(run: Run, links: Sequence[Link]) -> str:
     return " ".join(said)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Rank numbers in short: `0-3, 7`."""
+def ranks_in_short(ranks: Sequence[int], most: int = 6) -> str:
+    """Rank numbers in their order, at most so many runs of them: `0-3, 7`."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+    shown = ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts[:most])
+    return shown + (f", ... ({len(ranks)} in all)" if len(parts) > most else "")
 
 
 def _dot(value: float) -> str:
