@@ -253,6 +253,11 @@ def plan(
         raise ValueError(f"a plan is made by torchrec, which does not load here: {error}") from error
     try:
         if offline.names_file(what):
+            given = {"--world-size": world_size, "--local-size": local_size, "--pod-size": pod_size, "--hbm": hbm}
+            given |= {"--ddr": ddr, "--batch-size": batch_size, "--sharders": sharders, "--constraints": constraints}
+            idle = [option for option, value in given.items() if value is not None]
+            if idle:
+                raise ValueError(f"{what} is a plan that was made already: {', '.join(idle)} can't change it")
             made = offline.read(what)
         else:
             made = offline.make(

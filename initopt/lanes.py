@@ -334,6 +334,8 @@ class Execution:
             paused=self._paused.get(name, 0.0),
         )
         self.recorder.add(span)
+        if error is not None and not self._over:
+            self.recorder.note(describe(error), step=name)
         try:
             self._plugins.hook.initopt_step_ended(span=span)
         except Exception as raised:

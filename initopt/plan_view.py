@@ -98,7 +98,10 @@ def diff_view(
     everything: bool = False,
     width: int = 80,
 ) -> View:
-    """Two plans compared table by table and rank by rank. It is a finding when they shard a table differently."""
+    """Two plans compared table by table and rank by rank.
+
+    It is a finding when they shard a table differently or are for different jobs.
+    """
     tables = _changed_tables(before, after)
     jobs = _changed_fields(asdict(before.planned_for), asdict(after.planned_for))
     ranks = _changed_ranks(before, after)
@@ -113,12 +116,13 @@ def diff_view(
     lines = [*_wrap(f"before: {_title(before, names[0])}", width, "bold", indent=2)]
     lines += [*_wrap(f"after: {_title(after, names[1])}", width, "bold", indent=2), Text()]
     total = len({table.path for plan in (before, after) for table in plan.tables})
+    elsewhere = any(field in ("world_size", "local_world_size", "pod_size", "device") for field, _, _ in jobs)
     verdict = (
         f"{len(tables)} of {_plural(total, 'table')} differ."
         if tables
-        else f"The same plan for {_plural(total, 'table')}."
+        else f"The same plan for {_plural(total, 'table')}{', for different jobs' if elsewhere else ''}."
     )
-    lines += _wrap(verdict, width, LONGEST if tables else "bold")
+    lines += _wrap(verdict, width, LONGEST if tables or elsewhere else "bold")
     for field, was, now in jobs:
         lines += _wrap(f"{field}: {_short(field, was)} -> {_short(field, now)}", width, indent=4, first=2)
     shown = tables if everything else tables[:_CHANGES]
@@ -128,7 +132,7 @@ def diff_view(
         lines.append(Text(f"  {len(tables) - len(shown)} more (--all)", QUIET))
     lines += [Text(), *_compared(before, after, ranks, everything)]
     lines += _next(width, "plan ... -o plan.json")
-    return View(tuple(lines), data, finding=bool(tables))
+    return View(tuple(lines), data, finding=bool(tables) or elsewhere)
 
 
 def milliseconds(value: float) -> str:

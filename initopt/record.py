@@ -344,9 +344,9 @@ class Recorder:
         """Leave a checksum (hex) in the record, for example of the trained state. `about` must be JSON values."""
         self._write(Digest(name, sha256, about=about), time.thread_time())
 
-    def note(self, text: str) -> None:
-        """Leave a remark of the step that this thread is in."""
-        self._write(Note(text, self.step_here()), time.thread_time())
+    def note(self, text: str, *, step: str | None = None) -> None:
+        """Leave a remark of `step`, or of the step that this thread is in."""
+        self._write(Note(text, self.step_here() if step is None else step), time.thread_time())
 
     def started(self) -> None:
         """Say that the start-up is over, unless a step FIRST_STEP follows: what is used from here on is training's."""

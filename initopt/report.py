@@ -167,8 +167,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         value = "·" if meaning[name].startswith("not known") else seconds(data[name])
         lines.append(Text.assemble(f"{value:>9}  ", (f"{name:<6}", style), f"  {meaning[name]}"))
     lines.append(Text())
-    for text in dict.fromkeys(f"{note.step}: {note.text}" if note.step else note.text for note in run.notes):
-        lines += _wrap(text, width)
+    lines += _notes(run, width)
     if run.graph is not None:
         end = max(span.end for span in planned(run, median))
         lanes = len(run.graph.lanes())
@@ -503,8 +502,15 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
             )
             lines += _wrap(f"  rank {rank}: {what} after {seconds(last.end - run.zero[rank])}", width)
     data["stopped"] = stopped
+    lines += _notes(run, width)
     lines.append(_next("blame"))
     return View(tuple(lines), data, finding=True)
+
+
+def _notes(run: Run, width: int) -> list[Text]:
+    """The remarks of all ranks, each once."""
+    said = dict.fromkeys(f"{note.step}: {note.text}" if note.step else note.text for note in run.notes)
+    return [line for text in said for part in text.splitlines() for line in _wrap(part, width)]
 
 
 def _work(span: Span) -> float:

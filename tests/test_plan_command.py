@@ -264,7 +264,7 @@ MISUSED: list[tuple[tuple[str, ...], str]] = [
         (*SMALL, "--constraints", "model_to_plan:sharders"),
         "'model_to_plan:sharders' returned 'list': it must return a dict of ParameterConstraints by table name",
     ),
-    ((*SMALL, "--device", "gpu"), "TorchRec's planner refuses: AssertionError: unsupported compute device gpu"),
+    ((*SMALL, "--device", "gpu"), "--device 'gpu' is none of cuda, cpu, mtia, tpu"),
     ((*SMALL, "--ddr", "much"), "--ddr 'much' is not understood: write a size such as 80GB (1 GB = 1024^3 bytes)"),
     ((*SMALL, "-o", "no/plan.json"), "no/plan.json: can't be written: No such file or directory"),
     ((*SMALL, "--diff", "no.json"), "no.json: can't be read: No such file or directory"),

@@ -365,3 +365,40 @@ def test_a_planner_can_be_copied_and_pickled() -> None:
     for twin in (copy.deepcopy(planner), pickle.loads(pickle.dumps(planner))):
         assert plan(twin) == expected
         assert account(twin).fast
+
+
+def test_a_function_of_torchrec_that_was_replaced_keeps_the_planner_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology, shard_estimators
+
+    stock = shard_estimators.calculate_shard_storages
+    monkeypatch.setattr(shard_estimators, "calculate_shard_storages", lambda *a, **k: stock(*a, **k))
+    planner = EmbeddingShardingPlanner(topology=Topology(world_size=2, compute_device="cuda"), debug=False)
+    (part,) = sharding_plan.account(sharding_plan.make_fast(planner)).stock
+    assert part.reason.endswith("shard_estimators.calculate_shard_storages is not TorchRec's own code")
+
+
+def test_a_method_of_an_estimator_that_was_replaced_is_called() -> None:
+    from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+
+    from initopt.sharding_plan import estimators
+
+    estimator = EmbeddingStorageEstimator(topology=None)  # type: ignore[arg-type]
+    estimator.estimate = lambda *arguments, **more: None  # type: ignore[method-assign]
+    with pytest.raises(estimators.Unknown, match="a method of EmbeddingStorageEstimator was replaced"):
+        estimators.terse(estimator)
+
+
+def test_what_is_no_planner_is_refused() -> None:
+    with pytest.raises(TypeError, match="make_fast got 'NoneType', which is no sharding planner"):
+        sharding_plan.make_fast(None)
+
+
+def test_errors_about_plans_travel_between_processes() -> None:
+    import pickle
+
+    for error in (
+        sharding_plan.PlanError(["a", "b"], "the plan in x"),
+        sharding_plan.PlanFileError("plan.json", "is torn"),
+    ):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again)) == (type(error), str(error))

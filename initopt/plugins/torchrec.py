@@ -254,7 +254,11 @@ def trainer(
             memory: dict[str, Any] = {
                 name: getattr(planner, f"_{name}", None) for name in ("topology", "batch_size", "constraints")
             }
-            return initopt.OwnPlan(initopt.load_plan(plan, model, sharders=sharders, **_job(place), **memory))
+            pinned = initopt.load_plan(plan, model, sharders=sharders, **_job(place), **memory)
+            return initopt.OwnPlan(pinned, remarks=(f"the sharding plan is that of {plan}",))
+        ranks = getattr(getattr(planner, "_topology", None), "world_size", place.world_size)
+        if ranks != place.world_size:
+            raise initopt.PlanError([f"the planner's topology has {ranks} ranks, this job has {place.world_size}"])
         if fast_plan:
             initopt.make_fast(planner)
         return initopt.plan_locally(planner, model, sharders, rank=place.rank)
@@ -341,7 +345,7 @@ def _place(device: str | None) -> Place:
         rank,
         local_rank,
         world_size,
-        int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        int(os.environ.get("LOCAL_WORLD_SIZE") or world_size),
         torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank),
     )
     place.enter()

@@ -31,7 +31,7 @@ _ON_CUDA_ONLY = {"key_value", "ssd_virtual_table", "dram_virtual_table", "dram_s
 _ANY_WIDTH = {"dense", "customized_kernel", "unfused_tpu"}
 _WIDTH = 4
 """The other kernels are FBGEMM's, which read rows in pieces of so many elements."""
-_BY_HOST = {"table_row_wise", "grid_shard"}
+BY_HOST = {"table_row_wise", "grid_shard"}
 """The sharding types that divide a table among the ranks of a host."""
 
 
@@ -40,10 +40,14 @@ class PlanError(ValueError):
 
     def __init__(self, problems: Iterable[str], what: str = "the sharding plan") -> None:
         self.problems = tuple(problems)
+        self.what = what
         lines = [f"  - {problem}" for problem in self.problems[:SHOWN]]
         if len(self.problems) > SHOWN:
             lines.append(f"  - and {len(self.problems) - SHOWN} more")
         super().__init__("\n".join([f"{what} does not fit this job, make a new one for it:", *lines]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.problems, self.what)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def check_plan(
     found = shardable_modules(model, sharders)
     planned = list(planned_tables(plan, found))
     sharding = _Sharding(job, planned)
-    by_host = sorted({one.kind for one in planned if one.kind in _BY_HOST})
+    by_host = sorted({one.kind for one in planned if one.kind in BY_HOST})
     problems = [
         *_of_job(job, by_host, topology),
         *sharding.of_job(),

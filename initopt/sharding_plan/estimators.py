@@ -35,6 +35,8 @@ def terse(estimator: Any) -> Estimate:
     Raises Unknown for one that is not TorchRec's own, or that adjusts the shards of an option together.
     """
     kind = type(estimator)
+    if any(isinstance(value, types.FunctionType | types.MethodType) for value in vars(estimator).values()):
+        raise Unknown(f"a method of {kind.__name__} was replaced")
     if kind is shard_estimators.EmbeddingStorageEstimator:
         return functools.partial(_estimate, "storage", estimator)
     if kind is shard_estimators.EmbeddingPerfEstimator:

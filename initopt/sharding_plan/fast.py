@@ -7,18 +7,31 @@ for every part that is not TorchRec's own, and `account` says which part that wa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import inspect
 import logging
+import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchrec.distributed.planner import EmbeddingShardingPlanner, storage_reservations
+from torchrec.distributed.planner import (
+    EmbeddingShardingPlanner,
+    enumerators,
+    partitioners,
+    perf_models,
+    planners,
+    proposers,
+    shard_estimators,
+    storage_reservations,
+)
 from torchrec.distributed.planner import types as planner_types
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.estimator import estimator as estimators
 from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
@@ -39,6 +52,7 @@ from initopt.sharding_plan.search import Found, handed_over, search
 from initopt.sharding_plan.space import Space, Unmodelled
 
 logger = logging.getLogger(__name__)
+_warn = logging.getLogger("initopt")
 
 TESTED_TORCHREC = "1.9."
 """The start of the versions whose plans were compared; the planner of any other version is left alone."""
@@ -111,13 +125,21 @@ def fast_planner(*args: Any, **kwargs: Any) -> Any:
 def make_fast(planner: Any) -> Any:
     """Exchange the enumerator and the proposers of a planner in place, and return it.
 
-    A planner of another class, or of a version of torchrec that was not tested, is left as it is: see `account`.
+    A planner of another class, or of a version of torchrec that was not tested, is left as it is: see `account`. That,
+    and a part with which the search is TorchRec's own, is said on the logger `initopt`. Raises TypeError for what is no
+    planner.
     """
+    if not callable(getattr(planner, "plan", None)):
+        raise TypeError(f"make_fast got {type(planner).__name__!r}, which is no sharding planner: it can't plan")
     if hasattr(planner, _ACCOUNT):
         return planner
     reason = _not_for_us(planner)
-    setattr(planner, _ACCOUNT, Account(stock=(StockPart("planner", reason),) if reason else ()))
-    if not reason:
+    # A class of the user's own may have no room for it; that planner is none of ours anyhow.
+    with contextlib.suppress(AttributeError):
+        setattr(planner, _ACCOUNT, Account(stock=(StockPart("planner", reason),) if reason else ()))
+    if reason:
+        _warn.warning("initopt: the sharding planner runs as it is: %s", reason)
+    else:
         if type(planner._enumerator) is EmbeddingEnumerator and enumerates_as_expected():
             planner._enumerator = FastEnumerator(planner._enumerator)
         planner._proposers = [SearchProposer(planner, planner._proposers)]
@@ -139,7 +161,7 @@ def foreign_parts(planner: Any) -> tuple[StockPart, ...]:
         return (_UNTOUCHED,)
     first = planner._proposers[0] if getattr(planner, "_proposers", None) else None
     if not isinstance(first, SearchProposer):
-        return account(planner).stock
+        return account(planner).stock or (StockPart("search", f"{_name(first)} came after make_fast"),)
     parts = (*_parts_in_use(planner), *_foreign_in_search(planner, first.proposers))
     if planner._callbacks:
         parts = (*parts, StockPart("callbacks", "functions of the user's own change the search space"))
@@ -158,10 +180,34 @@ def _not_for_us(planner: Any) -> str | None:
         return f"torchrec {version} was not tested, only {TESTED_TORCHREC}*"
     if type(planner) is not EmbeddingShardingPlanner:
         return f"{type(planner).__name__} plans in its own way"
+    replaced = _replaced()
+    if replaced:
+        return f"{replaced} is not TorchRec's own code"
     for kind, names in _FIELDS.items():
         if [field.name for field in dataclasses.fields(kind)] != names.split():
             return f"{kind.__name__} of this torchrec has other fields than the one that was tested"
     return None
+
+
+def _replaced() -> str:
+    """Name a function of the planner's modules that somebody has replaced in place, or return nothing."""
+    for module in _PLANNING:
+        classes = [kind for kind in vars(module).values() if inspect.isclass(kind) and _from(kind, {"torchrec"})]
+        for holder in (module, *classes):
+            for name, value in vars(holder).items():
+                if inspect.isfunction(value) and not _from(value, _KNOWN):
+                    return f"{holder.__name__}.{name}"
+    return ""
+
+
+def _from(value: Any, packages: Collection[str]) -> bool:
+    return (value.__module__ or "").partition(".")[0] in packages
+
+
+_KNOWN = {"torchrec", "torch", "fbgemm_gpu", "numpy", "pyre_extensions", *sys.stdlib_module_names}
+"""Where the functions in those modules come from."""
+_PLANNING = (enumerators, estimators, partitioners, perf_models, planners, proposers, shard_estimators)
+"""The modules that make a plan."""
 
 
 class _Distrusted(Unmodelled):
@@ -328,6 +374,8 @@ class SearchProposer(Proposer):  # type: ignore[misc]
     def _give_up(self, reason: Unmodelled) -> None:
         self._queue, self._found = [], None
         part = StockPart("search", str(reason))
+        if not isinstance(reason, _Distrusted):
+            _warn.warning("initopt: the search for a sharding plan is TorchRec's own: %s", reason)
         self._write(Account(stock=(*account(self._planner).stock, part)))
         if isinstance(reason, _Distrusted):
             warnings.warn(

@@ -33,6 +33,8 @@ from initopt.sharding_plan.needs import gigabytes
 from initopt.sharding_plan.plan_file import PlanFile, PlannedFor, RankEstimate, Share, versions
 from initopt.sharding_plan.tables import path_of, shardable_modules
 
+DEVICES = ("cuda", "cpu", "mtia", "tpu")
+
 _REASONS = 5
 """So many tables of the slowest rank are kept with their times."""
 
@@ -89,10 +91,25 @@ def make(
         raise OfflineError(f"{' and '.join(missing)} missing: a plan is made for so many ranks, so many of them a host")
     if world_size < local_world_size:
         raise OfflineError(f"--local-size {local_world_size} is more than the --world-size {world_size}")
+    if world_size % local_world_size:
+        raise OfflineError(f"--local-size {local_world_size} does not divide the --world-size {world_size}")
+    hosts, pod = world_size // local_world_size, job.get("pod_size") or 1
+    if hosts % pod:
+        raise OfflineError(f"--pod-size {pod} does not divide {hosts} hosts, of {local_world_size} ranks each")
+    if job["device"] not in DEVICES:
+        raise OfflineError(f"--device {job['device']!r} is none of {', '.join(DEVICES)}")
+    if job["device"] == "cpu" and job.get("hbm") is not None:
+        raise OfflineError("--hbm is memory of an accelerator, and --device is cpu: give --ddr")
     progress(f"making the model of {what}")
     model = _model(what)
     listed = None if sharders is None else _sharders(sharders)
     limits = None if constraints is None else _constraints(constraints)
+    known = {name for one in shardable_modules(model, listed) for name in one.tables}
+    unknown = [name for name in limits or () if name not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise OfflineError(f"{constraints!r} constrains {unknown[0]!r}, which is no table of the model{hint}")
     progress(f"planning for {world_size} ranks")
     return plan_offline(
         model, world_size=world_size, local_world_size=local_world_size, sharders=listed, constraints=limits, **job
@@ -121,7 +138,7 @@ def plan_offline(
     sharders = list(get_default_sharders() if sharders is None else sharders)
     tables = [table for one in shardable_modules(model, sharders) for table in one.tables.values()]
     if not tables:
-        kinds = ", ".join(sorted(sharder.module_type.__name__ for sharder in sharders))
+        kinds = ", ".join(sorted({sharder.module_type.__name__ for sharder in sharders}))
         raise OfflineError(f"the model has no tables that the sharders take, which are those of {kinds}")
     with _quiet():
         try:
@@ -217,10 +234,12 @@ def _sharders(name: str) -> list[Any]:
 
 def _constraints(name: str) -> dict[str, ParameterConstraints]:
     made = _called(name, "a dict of ParameterConstraints by table name")
-    if not isinstance(made, dict) or not all(isinstance(one, ParameterConstraints) for one in made.values()):
-        raise OfflineError(
-            f"{name!r} returned {type(made).__name__!r}: it must return a dict of ParameterConstraints by table name"
-        )
+    wrong = (
+        [one for one in made.values() if not isinstance(one, ParameterConstraints)] if isinstance(made, dict) else []
+    )
+    if not isinstance(made, dict) or wrong:
+        returned = f"a dict with {type(wrong[0]).__name__!r}" if wrong else repr(type(made).__name__)
+        raise OfflineError(f"{name!r} returned {returned}: it must return a dict of ParameterConstraints by table name")
     return made
 
 

@@ -30,7 +30,11 @@ class PlanFileError(ValueError):
 
     def __init__(self, path: str | Path, problem: str) -> None:
         self.path = Path(path)
+        self.problem = problem
         super().__init__(f"{path}: {problem}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path, self.problem)
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,10 @@ class PlanFile:
     def write(self, path: str | Path) -> None:
         """Write the file, aside and then renamed. Raises PlanFileError if that can't be done."""
         path = Path(path)
+        if path.is_dir():
+            raise PlanFileError(path, "is a directory: name a file")
+        if path.exists() and _KIND.encode() not in path.read_bytes():
+            raise PlanFileError(path, "is there already and is no plan file: name another one")
         aside = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             aside.write_text(_text(self.to_data()))

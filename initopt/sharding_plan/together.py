@@ -13,15 +13,16 @@ import importlib.metadata
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torchrec.distributed.types import ShardingPlan
 
-from initopt.sharding_plan.check import PlanError
+from initopt.sharding_plan.check import BY_HOST, PlanError
 from initopt.sharding_plan.fast import Account, account, foreign_parts
 from initopt.sharding_plan.plan_json import canonical, plan_digest
 from initopt.sharding_plan.tables import shardable_modules
@@ -39,6 +40,8 @@ _WIDTH = 16
 _SIZE = 4
 """Bytes of the local world size."""
 _NONE = bytes(_WIDTH)
+_MOST = 200_000
+"""Values that are looked at to digest one input; a tensor counts as one, and a large one by its shape."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class OwnPlan:
     why: str = ""
     inputs: Mapping[str, bytes] = field(default_factory=lambda: dict.fromkeys(INPUTS, _NONE))
     remarks: tuple[str, ...] = ()
-    local_world_size: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    local_world_size: int = field(default_factory=lambda: _local_world_size())
 
 
 def plan_locally(planner: Any, model: nn.Module, sharders: Sequence[Any], *, rank: int) -> OwnPlan:
@@ -66,7 +69,8 @@ def plan_locally(planner: Any, model: nn.Module, sharders: Sequence[Any], *, ran
     if rank != 0 and why:
         return OwnPlan(None, why, inputs)
     try:
-        plan = planner.plan(model, list(sharders))
+        with _reported_by(rank, planner):
+            plan = planner.plan(model, list(sharders))
     except Exception as error:
         if rank == 0:
             raise
@@ -81,15 +85,40 @@ def agree_on_plan(own: OwnPlan, group: Any, device: torch.device) -> ShardingPla
     """Return the plan that all ranks of `group` hold: this rank's own, or rank 0's where they are not all the same.
 
     Holds one all_gather of 116 bytes a rank, on `device`, and a broadcast where it is needed. Raises PlanError on all
-    ranks if their LOCAL_WORLD_SIZE differs, since TorchRec takes all hosts for equal.
+    ranks if they don't have the same tables in the same order, whose rows would be looked up in each other's, or if
+    their LOCAL_WORLD_SIZE differs and the plan divides a table among the ranks of a host.
     """
     if distributed.get_world_size(group) == 1 and own.plan is not None:
         return own.plan
-    told = _gathered(own, group, device)
+    try:
+        told = _gathered(own, group, device)
+    except _NoDigest as error:
+        own = replace(own, why=str(error))
+        told = _gathered(own, group, device)
+    _check_tables(told)
+    plan = _settled(own, told, group)
     sizes = {message.local_world_size: rank for rank, message in reversed(list(enumerate(told)))}
-    if len(sizes) > 1:
+    by_host = BY_HOST & {one.sharding_type for tables in plan.plan.values() for one in _shardings(tables)}
+    if len(sizes) > 1 and by_host:
         seen = sorted(f"rank {rank} has {size or 'none'}" for size, rank in sizes.items())
-        raise PlanError([f"LOCAL_WORLD_SIZE differs between ranks: {', '.join(seen)}"])
+        tables = f"the plan has {', '.join(sorted(by_host))} tables"
+        raise PlanError([f"LOCAL_WORLD_SIZE differs between ranks ({', '.join(seen)}), and {tables}"])
+    return plan
+
+
+def _shardings(tables: Any) -> list[Any]:
+    return list(tables.values()) if isinstance(tables, Mapping) else []
+
+
+def _check_tables(told: Sequence[_Message]) -> None:
+    place = INPUTS.index("tables")
+    seen = [message.inputs[place] for message in told]
+    others = [rank for rank, tables in enumerate(seen) if tables != seen[0] and _NONE not in (tables, seen[0])]
+    if others:
+        raise PlanError([f"rank {others[0]} has other tables than rank 0, or has them in another order"])
+
+
+def _settled(own: OwnPlan, told: Sequence[_Message], group: Any) -> ShardingPlan:
     if own.plan is not None and all(message.plan == told[0].plan != _NONE for message in told):
         return own.plan
     rank = distributed.get_rank(group)
@@ -121,8 +150,15 @@ class _Message:
         return cls(plan, tuple(inputs), int.from_bytes(flat[-_SIZE:], "big"))
 
 
+class _NoDigest(Exception):
+    """The plan holds something that can't be told in a digest."""
+
+
 def _gathered(own: OwnPlan, group: Any, device: torch.device) -> list[_Message]:
-    digest = _NONE if own.plan is None or own.why else bytes.fromhex(plan_digest(own.plan))[:_WIDTH]
+    try:
+        digest = _NONE if own.plan is None or own.why else bytes.fromhex(plan_digest(own.plan))[:_WIDTH]
+    except Exception as error:
+        raise _NoDigest(f"the plan can't be compared: {error}") from error
     mine = _Message(digest, tuple(own.inputs[name] for name in INPUTS), own.local_world_size).to_bytes()
     size = len(mine)
     told = torch.empty(size * distributed.get_world_size(group), dtype=torch.uint8, device=device)
@@ -139,14 +175,16 @@ def _say(own: OwnPlan, told: Sequence[_Message]) -> None:
     others = [rank for rank, message in enumerate(told) if message.plan != told[0].plan]
     inputs = zip(INPUTS, told[0].inputs, told[others[0]].inputs, strict=True)
     differ = [name for name, here, there in inputs if here != there]
-    what = f"it was made from other {' and '.join(differ)}" if differ else "it was made from the same inputs"
+    pinned = _NONE in (*told[0].inputs, *told[others[0]].inputs)
+    made = f"it was made from other {' and '.join(differ)}" if differ else "it was made from the same inputs"
+    what = "one of them from a file" if pinned else made
     many = f"rank {others[0]}" if len(others) == 1 else f"rank {others[0]} and {len(others) - 1} more"
     has = "no sharding plan of its own" if told[others[0]].plan == _NONE else f"another sharding plan, {what}"
     warnings.warn(f"initopt: {many} has {has}. Rank 0's plan is used on all ranks, as TorchRec would", stacklevel=3)
 
 
 def _remarks(did: Account) -> tuple[str, ...]:
-    stock = tuple(f"the planner's {part.part} ran as TorchRec's own: {part.reason}" for part in did.stock)
+    stock = tuple(f"the {part.part} ran as it is: {part.reason}" for part in did.stock)
     if not did.fast:
         return stock
     counts = f"{did.proposals} sharding plans proposed, {did.pruned} of them pruned by a bound"
@@ -168,43 +206,77 @@ def _differs_by_nature(planner: Any) -> str:
 def _inputs(planner: Any, model: nn.Module, sharders: Sequence[Any]) -> dict[str, bytes]:
     tables = [list(shardable.tables.values()) for shardable in shardable_modules(model, sharders)]
     others = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
-    parts = [planner._enumerator, planner._partitioner, planner._perf_model, planner._storage_reservation]
+    held = vars(planner) if hasattr(planner, "__dict__") else {}
+    parts = [held.get(name) for name in ("_enumerator", "_partitioner", "_perf_model", "_storage_reservation")]
+    settings = [held.get(name) for name in ("_batch_size", "_timeout_seconds")]
     values = {
         "versions": [importlib.metadata.version(name) for name in ("torch", "torchrec")],
         "tables": [tables, others],
         "sharders": list(sharders),
-        "topology": planner._topology,
-        "constraints": planner._constraints,
-        "planner": [type(planner), planner._batch_size, planner._timeout_seconds, [type(part) for part in parts]],
+        "topology": getattr(planner, "_topology", None),
+        "constraints": getattr(planner, "_constraints", None),
+        "planner": [type(planner), *settings, [type(part) for part in parts]],
     }
     return {name: _digest(values[name]) for name in INPUTS}
 
 
+@contextmanager
+def _reported_by(rank: int, planner: Any) -> Iterator[None]:
+    """Let the planner's statistics, which may write files, run on rank 0 only, as in TorchRec."""
+    stats = getattr(planner, "_stats", None)
+    if rank == 0 or not stats:
+        yield
+        return
+    planner._stats = []
+    try:
+        yield
+    finally:
+        planner._stats = stats
+
+
+def _local_world_size() -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 0
+
+
 def _digest(value: Any) -> bytes:
-    return hashlib.sha256(canonical(_plain(value, 8)).encode()).digest()[:_WIDTH]
+    """A digest that only serves to name what differs, so whatever can't be read is left out."""
+    try:
+        return hashlib.sha256(canonical(_Plain().of(value, 8)).encode()).digest()[:_WIDTH]
+    except Exception:
+        return hashlib.sha256(type(value).__qualname__.encode()).digest()[:_WIDTH]
 
 
-def _plain(value: Any, depth: int) -> Any:
-    """Return a value as JSON data that is equal in two processes if the value is; addresses are left out."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value.hex()
-    if isinstance(value, type) or callable(value):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    if depth == 0:
-        return type(value).__qualname__
-    if isinstance(value, Mapping):
-        return sorted(([str(key), _plain(one, depth - 1)] for key, one in value.items()), key=lambda pair: pair[0])
-    if isinstance(value, list | tuple):
-        return [_plain(one, depth - 1) for one in value]
-    if isinstance(value, set | frozenset):
-        return sorted(canonical(_plain(one, depth - 1)) for one in value)
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
-    if isinstance(value, torch.Tensor):
-        return [list(value.shape), str(value.dtype), [] if value.is_meta else value.flatten().tolist()]
-    names = [one.name for one in fields(value)] if is_dataclass(value) else getattr(value, "__dict__", ())
-    return [type(value).__qualname__, [[name, _plain(getattr(value, name), depth - 1)] for name in names]]
+class _Plain:
+    """Values as JSON data that is equal in two processes if the value is; addresses, and what is too much, left out."""
+
+    def __init__(self) -> None:
+        self._left = _MOST
+
+    def of(self, value: Any, depth: int) -> Any:
+        """Return the data of a value, so many levels deep."""
+        self._left -= 1
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float):
+            return value.hex()
+        if isinstance(value, type) or callable(value):
+            return getattr(value, "__qualname__", type(value).__qualname__)
+        if depth == 0 or self._left < 0:
+            return type(value).__qualname__
+        if isinstance(value, Mapping):
+            return sorted(([str(key), self.of(one, depth - 1)] for key, one in value.items()), key=lambda pair: pair[0])
+        if isinstance(value, list | tuple):
+            return [self.of(one, depth - 1) for one in value]
+        if isinstance(value, set | frozenset):
+            return sorted(canonical(self.of(one, depth - 1)) for one in value)
+        if isinstance(value, enum.Enum):
+            return value.name
+        if isinstance(value, torch.dtype | torch.device):
+            return str(value)
+        if isinstance(value, torch.Tensor):
+            large = value.is_meta or value.numel() > 1000
+            return [list(value.shape), str(value.dtype), "" if large else str(value.tolist())]
+        names = [one.name for one in fields(value)] if is_dataclass(value) else getattr(value, "__dict__", ())
+        held = [[name, self.of(getattr(value, name, None), depth - 1)] for name in names]
+        return [type(value).__qualname__, held]

@@ -40,7 +40,7 @@ def settled(change: Callable[[int, Any], None] | None = None, **arguments: Any) 
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 
     from initopt.sharding_plan import agree_on_plan, make_fast, plan_digest, plan_locally
-    from tests.plans import SHARDERS, bags
+    from tests import plans
 
     rank = int(os.environ["RANK"])
     on = Topology(world_size=2, local_world_size=2, compute_device="cuda", hbm_cap=16 * GB)
@@ -55,7 +55,7 @@ def settled(change: Callable[[int, Any], None] | None = None, **arguments: Any) 
     logging.getLogger("initopt").addHandler(handler)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        own = plan_locally(planner, bags([4000, 300]), SHARDERS, rank=rank)
+        own = plan_locally(planner, plans.bags([4000, 300]), plans.SHARDERS, rank=rank)
         plan = agree_on_plan(own, distributed.group.WORLD, torch.device("cpu"))
     said += [str(one.message) for one in warned if "initopt" in str(one.message)]
     return plan_digest(plan), said, own.plan is not None
@@ -112,7 +112,10 @@ def own_partitioner(rank: int) -> Any:
 def test_with_a_part_of_the_users_own_rank_0_plans_for_all() -> None:
     (one, said, planned), (other, also_said, also_planned) = fork_ranks(settled, partitioner=own_partitioner)
     assert one == other and planned and not also_planned
-    assert said == ["initopt: the other ranks wait for rank 0's sharding plan: search: Mine is not TorchRec's own"]
+    assert said == [
+        "initopt: the search for a sharding plan is TorchRec's own: Mine is not TorchRec's own",
+        "initopt: the other ranks wait for rank 0's sharding plan: search: Mine is not TorchRec's own",
+    ]
     assert also_said == []
 
 
@@ -145,17 +148,99 @@ def test_a_timeout_that_cut_the_search_is_no_plan_for_others() -> None:
     assert "the timeout of the planner cut its search" in said[0]
 
 
-def test_a_local_world_size_that_differs_is_an_error_on_all_ranks() -> None:
-    def uneven(rank: int, planner: Any) -> None:
-        os.environ["LOCAL_WORLD_SIZE"] = str(rank + 1)
+def uneven(rank: int, planner: Any) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(rank + 1)
 
-    def refused() -> str:
-        from initopt.sharding_plan import PlanError
 
-        with pytest.raises(PlanError) as caught:
-            settled(uneven)
-        return str(caught.value)
+def by_host(rank: int) -> Any:
+    from torchrec.distributed.planner import ParameterConstraints
 
-    one, other = fork_ranks(refused)
+    return {name: ParameterConstraints(sharding_types=["table_row_wise"]) for name in ("t0", "t1")}
+
+
+def refused(*arguments: Any, **more: Any) -> str:
+    from initopt.sharding_plan import PlanError
+
+    with pytest.raises(PlanError) as caught:
+        settled(*arguments, **more)
+    return str(caught.value)
+
+
+def test_a_local_world_size_that_differs_is_an_error_where_hosts_share_tables() -> None:
+    one, other = fork_ranks(refused, uneven, constraints=by_host)
     assert one == other
-    assert "LOCAL_WORLD_SIZE differs between ranks: rank 0 has 1, rank 1 has 2" in one
+    assert "differs between ranks (rank 0 has 1, rank 1 has 2), and the plan has table_row_wise tables" in one
+    (digest, _, _), (same, _, _) = fork_ranks(settled, uneven)
+    assert digest == same
+
+
+def test_tables_in_another_order_are_refused_on_all_ranks() -> None:
+    """Each rank would look rows up in the other's tables, and nothing would say so."""
+
+    def reordered(rank: int, planner: Any) -> None:
+        from tests import plans
+
+        if rank:
+            made = plans.bags
+            plans.bags = lambda rows: made(list(reversed(rows)))  # type: ignore[assignment]
+
+    for text in fork_ranks(refused, reordered):
+        assert "rank 1 has other tables than rank 0, or has them in another order" in text
+
+
+def test_a_plan_that_can_not_be_compared_is_rank_0s() -> None:
+    def odd(rank: int) -> Any:
+        import numpy
+        from torchrec.distributed.planner import ParameterConstraints
+        from torchrec.distributed.types import CacheParams
+
+        return {"t0": ParameterConstraints(cache_params=CacheParams(load_factor=numpy.float64(0.2)))}  # type: ignore[arg-type]
+
+    def loaded() -> float:
+        import torch
+        from torch import distributed
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+
+        from initopt.sharding_plan import agree_on_plan, make_fast, plan_locally
+        from tests.plans import SHARDERS, bags
+
+        on = Topology(world_size=2, local_world_size=2, compute_device="cuda")
+        planner = make_fast(EmbeddingShardingPlanner(topology=on, debug=False, constraints=odd(0)))
+        distributed.init_process_group("gloo")
+        own = plan_locally(planner, bags([4000, 300]), SHARDERS, rank=int(os.environ["RANK"]))
+        return float(
+            agree_on_plan(own, distributed.group.WORLD, torch.device("cpu")).plan[""]["t0"].cache_params.load_factor
+        )
+
+    assert fork_ranks(loaded) == [0.2, 0.2]
+
+
+class Bare:
+    """A planner of a user's own, with nothing of TorchRec's and no room for more."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def plan(self, *arguments: Any) -> Any:
+        return self.inner.plan(*arguments)
+
+
+def test_a_planner_of_any_class_plans_on_rank_0() -> None:
+    def bare() -> tuple[str, str]:
+        import torch
+        from torch import distributed
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+
+        from initopt.sharding_plan import agree_on_plan, make_fast, plan_digest, plan_locally
+        from tests.plans import SHARDERS, bags
+
+        on = Topology(world_size=2, local_world_size=2, compute_device="cuda")
+        planner = make_fast(Bare(EmbeddingShardingPlanner(topology=on, debug=False)))
+        distributed.init_process_group("gloo")
+        own = plan_locally(planner, bags([4000, 300]), SHARDERS, rank=int(os.environ["RANK"]))
+        return plan_digest(agree_on_plan(own, distributed.group.WORLD, torch.device("cpu"))), own.why
+
+    (one, why), (other, _) = fork_ranks(bare)
+    assert one == other and why.startswith("planner: ")
