@@ -90,11 +90,13 @@ def agree_on_plan(own: OwnPlan, group: Any, device: torch.device) -> ShardingPla
     """
     if distributed.get_world_size(group) == 1 and own.plan is not None:
         return own.plan
-    try:
-        told = _gathered(own, group, device)
-    except _NoDigest as error:
-        own = replace(own, why=str(error))
-        told = _gathered(own, group, device)
+    digest = _NONE
+    if own.plan is not None and not own.why:
+        try:
+            digest = bytes.fromhex(plan_digest(own.plan))[:_WIDTH]
+        except Exception as error:
+            own = replace(own, why=f"the plan can't be compared: {error}")
+    told = _gathered(digest, own, group, device)
     _check_tables(told)
     plan = _settled(own, told, group)
     sizes = {message.local_world_size: rank for rank, message in reversed(list(enumerate(told)))}
@@ -150,15 +152,7 @@ class _Message:
         return cls(plan, tuple(inputs), int.from_bytes(flat[-_SIZE:], "big"))
 
 
-class _NoDigest(Exception):
-    """The plan holds something that can't be told in a digest."""
-
-
-def _gathered(own: OwnPlan, group: Any, device: torch.device) -> list[_Message]:
-    try:
-        digest = _NONE if own.plan is None or own.why else bytes.fromhex(plan_digest(own.plan))[:_WIDTH]
-    except Exception as error:
-        raise _NoDigest(f"the plan can't be compared: {error}") from error
+def _gathered(digest: bytes, own: OwnPlan, group: Any, device: torch.device) -> list[_Message]:
     mine = _Message(digest, tuple(own.inputs[name] for name in INPUTS), own.local_world_size).to_bytes()
     size = len(mine)
     told = torch.empty(size * distributed.get_world_size(group), dtype=torch.uint8, device=device)
