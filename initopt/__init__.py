@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from initopt.compile_warmup import Call as Call
-    from initopt.compile_warmup import Compile as Compile
+    from initopt.compile_cache import Call as Call
+    from initopt.compile_cache import Compile as Compile
     from initopt.failure import PeerFailed as PeerFailed
     from initopt.failure import StartupFailed as StartupFailed
     from initopt.failure import StepTimeout as StepTimeout
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "FIRST_STEP": "record",
-    "Call": "compile_warmup",
+    "Call": "compile_cache",
     "Collective": "graph",
-    "Compile": "compile_warmup",
+    "Compile": "compile_cache",
     "Graph": "graph",
     "GraphError": "graph",
     "OrderError": "graph",

@@ -1,0 +1,5 @@
+"""Compiled once: kept, shared between ranks and starts, and made before the first batch is there."""
+
+from initopt.compile_cache.warmup import Call, Compile
+
+__all__ = ["Call", "Compile"]
