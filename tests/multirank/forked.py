@@ -86,6 +86,11 @@ def _fork(
         import torch
 
         torch.set_num_threads(1)
+        compiler = sys.modules.get("torch._inductor.async_compile")
+        if compiler is not None:
+            # torch 2.13 forgets it at a fork: the threads of a pool that this process had are not here, and what they
+            # are given to compile would never be done.
+            compiler.AsyncCompile.pool.cache_clear()
         value = pickle.dumps(function(*args, **kwargs))
         (folder / f"value{rank}.new").write_bytes(value)
         (folder / f"value{rank}.new").rename(folder / f"value{rank}")

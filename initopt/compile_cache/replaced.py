@@ -1,0 +1,33 @@
+"""A function of a module, replaced for the calls of one thread while a block runs, and put back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+# Two threads at once could put back each other's replacements. One thread may replace several.
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def on_this_thread(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let `module.name` be `function` in calls of this thread; those of other threads go where they went.
+
+    While the block runs other threads that want to replace something wait. Raises AttributeError if there is no such
+    function.
+    """
+    thread = threading.get_ident()
+    with _one_at_a_time:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if threading.get_ident() == thread else original)(*args, **kwargs)
+
+        setattr(module, name, call)
+        try:
+            yield
+        finally:
+            setattr(module, name, original)
