@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from initopt.failure import doing
+from initopt.process_id import is_gone, this_process
 
 BEAT = 0.5
 """Seconds between two status writes of a rank."""
@@ -222,7 +222,7 @@ class Peers:
 
     def _write(self, step: str, seconds: float = 0.0) -> None:
         self._beat += 1
-        said = {"step": step, "seconds": seconds, "at": time.time(), "beat": self._beat, **_process()}
+        said = {"step": step, "seconds": seconds, "at": time.time(), "beat": self._beat, **this_process()}
         self._own.set(f"status/{self.rank}", json.dumps(said))
 
     def _said(self, rank: int) -> dict[str, Any] | None:
@@ -233,10 +233,8 @@ class Peers:
         said = self._said(rank) if rank != self.rank else None
         if said is None or said["step"] == ENDED:
             return None
-        here = _process()
-        if said["host"] == here["host"] and said["processes"] == here["processes"]:
-            gone = _born(said["pid"]) != said["born"]
-        else:
+        gone = is_gone(said)
+        if gone is None:
             beat, since = self._seen.get(rank, (-1, 0.0))
             if beat != said["beat"]:
                 self._seen[rank] = (said["beat"], time.monotonic())
@@ -261,26 +259,3 @@ def attempt_of_job() -> str:
     return ".".join(
         os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
     )
-
-
-def _process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "born": _born(pid), "processes": _process_table()}
-
-
-def _process_table() -> str:
-    # Containers can share a host name without seeing each other's processes.
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _born(pid: int) -> str:
-    """Return when a process started, so that a reused pid is not taken for it; empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from initopt.report import JSON_VERSION, LONGEST, QUIET, View, ranks_in_short
+from initopt.rank_numbers import ranks_in_short
+from initopt.report import JSON_VERSION, LONGEST, QUIET, View
 
 if TYPE_CHECKING:
     from initopt.sharding_plan.plan_file import PlanFile, RankEstimate

@@ -29,6 +29,7 @@ from initopt.chain import (
     steps_of,
 )
 from initopt.ett import JOBS, LOST_WORK, NOT_COUNTED, Job, ett, gain, time_to_recover
+from initopt.rank_numbers import ranks_in_short
 from initopt.runs import RecordError
 from initopt.simulate import simulate
 
@@ -561,18 +562,6 @@ def _decided(run: Run, links: Sequence[Link]) -> str:
         if near is not None:
             said.append(f"Nearest other chain of the graph: through {near}, {seconds(slack[near])} shorter.")
     return " ".join(said)
-
-
-def ranks_in_short(ranks: Sequence[int], most: int = 6) -> str:
-    """Rank numbers in their order, at most so many runs of them: `0-3, 7`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    shown = ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts[:most])
-    return shown + (f", ... ({len(ranks)} in all)" if len(parts) > most else "")
 
 
 def _dot(value: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from initopt import OrderError, PeerFailed, Run, Startup, StartupFailed, lanes, peers
 from initopt.peers import Failure, Peers
+from initopt.process_id import born, this_process
 
 LONG = 30.0
 """Seconds that something is waited for before the test fails."""
@@ -197,8 +197,8 @@ def test_a_failed_meeting_without_another_cause_is_its_own(
 def dead(of: Rank, number: int, **said: Any) -> None:
     """Let rank `number` have said something and be gone."""
     done = subprocess.Popen([sys.executable, "-c", ""])
-    status = {"seconds": 1.0, "at": time.time(), "beat": 1, **peers._process(), "pid": done.pid}
-    status["born"] = peers._born(done.pid) or "1"
+    status = {"seconds": 1.0, "at": time.time(), "beat": 1, **this_process(), "pid": done.pid}
+    status["born"] = born(done.pid) or "1"
     done.wait()
     of.peers._own.set(f"status/{number}", json.dumps(status | said))
 
@@ -219,18 +219,6 @@ def test_who_has_ended_may_go(rank: Callable[..., Rank]) -> None:
     dead(first, 1, step=peers.ENDED)
     first.peers.start()
     assert first.goes_round() and not first.heard
-
-
-def test_a_reused_process_number_is_not_the_process() -> None:
-    assert peers._born(os.getpid()) == peers._born(os.getpid()) != ""
-    assert peers._born(2**22 + 1) == ""
-
-
-def test_a_dead_child_that_nobody_waited_for_is_gone() -> None:
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, done.pid, os.WEXITED | os.WNOWAIT)
-    assert peers._born(done.pid) == ""
-    done.wait()
 
 
 @pytest.mark.parametrize("elsewhere", [{"host": "far"}, {"processes": "another container's"}])

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from initopt.compile_cache.instruction_sets import candidates
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -80,7 +82,7 @@ class Compile:
 
         before = self.graphs()
         if torch.device(device).type == "cpu":
-            for instructions in _from(_instruction_sets(), first):
+            for instructions in _from(candidates(), first):
                 between()
                 bool(instructions)
         parts = self.parts(model)
@@ -127,17 +129,6 @@ def _first_line(error: Exception) -> str:
 def _from(items: list[_Item], first: int) -> list[_Item]:
     start = first % max(len(items), 1)
     return items[start:] + items[:start]
-
-
-def _instruction_sets() -> list[Any]:
-    """Inductor's candidates for this CPU. The truth of each is whether code for it compiles and loads here.
-
-    Inductor asks all of them before its first C++ kernel; the answers are kept in the process, the binaries on disk.
-    """
-    from torch._inductor import cpu_vec_isa
-
-    there = cpu_vec_isa.x86_isa_checker()
-    return [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in there for flag in str(isa).split())]
 
 
 class _Compiled(Exception):

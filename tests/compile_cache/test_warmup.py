@@ -141,7 +141,7 @@ class InstructionSet:
 def test_ranks_begin_with_different_pieces(first: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     sets = [InstructionSet(name, events) for name in "xy"]
-    monkeypatch.setattr("initopt.compile_cache.warmup._instruction_sets", lambda: sets)
+    monkeypatch.setattr("initopt.compile_cache.warmup.candidates", lambda: sets)
     parts = {name: lambda name=name: events.append(name) for name in "abc"}
     pieces = Compile(lambda m: parts, lambda device: dict.fromkeys("abc", Call()))  # type: ignore[arg-type,return-value]
     pieces.warm_up(model(), torch.device("cpu"), first=first, between=lambda: events.append("|"))
