@@ -21,7 +21,8 @@ import typer
 from rich.console import Console
 
 from initopt import bench as measuring
-from initopt import picture, plan_view, report, trace
+from initopt import cache_view, picture, plan_view, report, trace
+from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
 from initopt.ett import LOST_WORK, Job
 from initopt.graph import Graph, GraphError
 from initopt.record import run_numbers, run_root
@@ -60,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
             stream.reconfigure(errors="replace")
     try:
         app(known, prog_name="initopt")
-    except (RecordError, measuring.BenchError, picture.PlotError, ValueError) as error:
+    except (RecordError, measuring.BenchError, picture.PlotError, StoreError, ValueError) as error:
         print(f"initopt: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
@@ -293,6 +294,23 @@ def plan(
             everything=everything,
             width=_width(),
         )
+    _show(view, as_json)
+
+
+@app.command()
+def cache(
+    place: Annotated[
+        str | None, typer.Argument(metavar="PLACE", help="Folder or address; default: compile_cache beside the runs.")
+    ] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option(metavar="DIGEST", help="Remove what is stored for this key; may be repeated.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What was compiled and is stored, and for what."""
+    store = ArtifactStore(place or default_place(), None)
+    removed = [store.remove_named(digest) for digest in remove or ()]
+    view = cache_view.cache_view(store.entries(), store.documents(), place=store.place, removed=removed, width=_width())
     _show(view, as_json)
 
 

@@ -1,0 +1,132 @@
+"""What an artifact store holds, in words and tables for a terminal, and the same data as JSON. It only reads.
+
+It needs no torch and no secret: what it shows is handed to it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from initopt.report import JSON_VERSION, QUIET, View
+
+if TYPE_CHECKING:
+    from initopt.compile_cache.store import Entry
+
+_SHORT = 12
+"""Digits of a digest that are shown; `--remove` takes as many."""
+
+_LONG = 60
+
+
+def cache_view(
+    entries: Sequence[Entry],
+    documents: Mapping[str, int],
+    *,
+    place: str,
+    removed: Sequence[str] = (),
+    width: int = 80,
+) -> View:
+    """What is stored, by key, the key that was used last first; for each other one in what it differs from that.
+
+    `removed` are the digests that were removed just now.
+    """
+    total = sum(entry.bytes for entry in entries) + sum(documents.values())
+    data = {
+        "version": JSON_VERSION,
+        "place": place,
+        "bytes": total,
+        "removed": list(removed),
+        "documents": dict(documents),
+        "keys": [
+            {**asdict(entry), "parts": dict(entry.parts), "differs": list(_differs(entry, entries[0]))}
+            for entry in entries
+        ],
+    }
+    lines = [line for digest in removed for line in _wrap(f"Removed {digest}.", width)]
+    counts = [_plural(len(entries), "key"), _plural(len(documents), "document"), size(total)]
+    lines += _wrap(" · ".join((place, *counts)), width, "bold")
+    if not entries:
+        said = "Nothing compiled is stored here yet: a trainer stores it after its first start."
+        return View((*lines, Text(), *_wrap(said, width), *_next(width, "blame")), data)
+    rows = [("key", "bundles", "size", "made", "last used")]
+    rows += [(e.digest[:_SHORT], str(e.bundles), size(e.bytes), _moment(e.created), _moment(e.used)) for e in entries]
+    lines += [Text(), *_table(rows)]
+    for entry in entries:
+        lines += [Text(), *_about(entry, entries[0], width)]
+    lines += [Text(), *_wrap("What a key says of itself is for reading: it is not signed.", width, QUIET)]
+    lines += _next(width, f"cache --remove {entries[-1].digest[:_SHORT]}", "blame")
+    return View(tuple(lines), data)
+
+
+def size(value: int) -> str:
+    """An amount of storage (1 kB = 1024 bytes).
+
+    >>> size(0), size(700), size(300_000), size(2_300_000), size(80 * 1024**3)
+    ('0', '700 B', '293 kB', '2.2 MB', '80.0 GB')
+    """
+    if value < 1024:
+        return f"{value} B" if value else "0"
+    if value < 1024**2:
+        return f"{value / 1024:.0f} kB"
+    return f"{value / 1024**2:.1f} MB" if value < 1024**3 else f"{value / 1024**3:.1f} GB"
+
+
+def _about(entry: Entry, first: Entry, width: int) -> list[Text]:
+    name = entry.digest[:_SHORT]
+    if not entry.parts:
+        return _wrap(f"{name}: what it was made from is not known (no readable key.json)", width, indent=2)
+    if entry is first or not first.parts:
+        lines = _wrap(f"{name}, the one used last:" if entry is first else f"{name}:", width)
+        shown = tuple(entry.parts)
+    else:
+        shown = _differs(entry, first)
+        lines = _wrap(f"{name} differs from it in {', '.join(shown)}:", width, indent=2)
+    for part in shown:
+        lines += _wrap(f"{part}: {_clipped(entry.parts.get(part, 'none'))}", width, indent=4, first=2)
+    return lines
+
+
+def _differs(entry: Entry, other: Entry) -> tuple[str, ...]:
+    if not entry.parts or not other.parts:
+        return ()
+    names = dict.fromkeys((*other.parts, *entry.parts))
+    return tuple(name for name in names if entry.parts.get(name) != other.parts.get(name))
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
+
+
+def _moment(unix: float) -> str:
+    return f"{datetime.fromtimestamp(unix, timezone.utc):%Y-%m-%d %H:%M} UTC" if unix else "unknown"
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _next(width: int, *verbs: str) -> list[Text]:
+    return _wrap("next: " + ", ".join(f"initopt {verb}" for verb in verbs), width, QUIET, indent=2)
+
+
+def _wrap(text: str, width: int, style: str = "", *, indent: int = 0, first: int = 0) -> list[Text]:
+    lines = textwrap.wrap(
+        text, width, initial_indent=" " * first, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+    return [Text(line, style=style) for line in lines]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[Text]:
+    """Columns padded to their widest cell, the first to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        lines.append(Text("  ".join(cells).rstrip(), style=QUIET if number == 0 else ""))
+    return lines
