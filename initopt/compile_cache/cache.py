@@ -1,13 +1,14 @@
 """Compiled code of earlier starts and of other ranks: looked up, made by one rank for all, kept for the next start.
 
 No start-up needs what is here. What is missing, damaged, foreign or late leads to compiling as without it, and one
-warning. Every key has a folder of its own, which torch's compiler is pointed to: so code of another processor is never
+warning. Every key has a folder of its own, which torch's compiler is pointed to: so code for another processor is never
 a hit, and what a start needs are the files of one folder.
 """
 
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
 import os
 import socket
@@ -16,11 +17,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from initopt.compile_cache import headers, instruction_sets
 from initopt.compile_cache.authenticity import SigningKey
-from initopt.compile_cache.key import Key, key_of
+from initopt.compile_cache.key import Key
 from initopt.compile_cache.later import call_after_compiles
 from initopt.compile_cache.leader import Outcome, one_for_all
 from initopt.compile_cache.meeting import all_there
@@ -28,7 +29,6 @@ from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 PATIENCE = 600.0
 """Seconds that ranks wait for the one that compiles, before another one does."""
@@ -36,6 +36,9 @@ PATIENCE = 600.0
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _OURS = "initopt-"
 _turns: collections.Counter[str] = collections.Counter()
+
+CompileNow = Callable[[Callable[[str], None]], int]
+"""Compiles on the calling thread, given a function that says to whom waits what it does; returns how many graphs."""
 
 
 @dataclass(frozen=True)
@@ -49,136 +52,45 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Found:
-    """How a rank came to its code, for the record. `hit`: it was there before this start."""
+    """How a rank came to its code: see `record.CompileCache`."""
 
-    role: str
-    leader: int
-    waited: float
-    hit: bool
-    files: int
-    bytes: int
-    why: str
+    role: Literal["leader", "follower", "alone"] = "alone"
+    leader: int = -1
+    waited: float = 0.0
+    hit: bool = False
+    files: int = 0
+    bytes: int = 0
+    why: str = ""
 
 
-class Cache:
-    """The compiled code of one key, in one start-up; made by `look_up`. Its methods are called in their order here."""
+class Uncached:
+    """A start-up without a cache: every rank compiles what it needs. `patience` is in seconds."""
 
-    def __init__(self, ranks: Ranks, place: str, *, shared: bool, patience: float, between: Callable[[], None]) -> None:
+    def __init__(self, ranks: Ranks, *, patience: float = PATIENCE, between: Callable[[], None] = lambda: None) -> None:
         self.ranks = ranks
-        self.place = place
-        self.hit = False
-        self._shared = shared
+        self.found = Found()
         self._patience = patience
         self._between = between
-        self._key: Key | None = None
-        self._store: ArtifactStore | None = None
-        self._folder = Path()
-        self._scope = ""
-        self._outcome: Outcome | None = None
-        self._loaded = (0, 0)
-        self._keeps = True
-        self._known: frozenset[str] = frozenset()
-        self._missed = ""
-        self._warned = False
-        self._saving = threading.Lock()
-
-    @classmethod
-    def look_up(
-        cls,
-        parts: Mapping[str, nn.Module],
-        options: Mapping[str, object],
-        device: torch.device,
-        ranks: Ranks,
-        *,
-        place: str | Path | None = None,
-        shared: bool | None = None,
-        patience: float = PATIENCE,
-        between: Callable[[], None] = lambda: None,
-    ) -> Cache:
-        """Point torch's compiler at the folder of this key, and fill it from what is stored, if anything is.
-
-        One rank looks for all that share a place (with `shared`, which is the default for an address of fsspec, all of
-        the job, else those of a host) and have the same key, so that all of them find something or none does.
-        Whatever fails leads to a cache that has nothing. `between` is called while this rank waits.
-        """
-        where = default_place() if place is None else os.fspath(place)
-        shared = "://" in where if shared is None else shared
-        cache = cls(ranks, where, shared=shared, patience=patience, between=between)
-        try:
-            cache._key = key_of(parts, options=options, device=device)
-            cache._enter_folder()
-            cache._open_store(device)
-        except Exception as error:
-            cache._warn(f"compiled code is neither looked up nor kept ({_first_line(error)})")
-            return cache
-        cache._outcome = one_for_all(
-            ranks.store,
-            rank=ranks.rank,
-            topic=cache._topic("look-up"),
-            patience=patience,
-            work=cache._look,
-            use=cache._look_as_told,
-            between=between,
-        )
-        return cache
 
     def document(self, name: str) -> Mapping[str, Any] | None:
         """What an earlier start left about this model under this name, None if nothing that can be used."""
-        return self._document(f"{name}-{self._key.model}") if self._key is not None else None
+        return None
 
     def put_document(self, name: str, data: Mapping[str, Any]) -> None:
-        """Leave something about this model for the next start, from the rank that keeps the code."""
-        if self._key is not None and self._keeps:
-            self._put_document(f"{name}-{self._key.model}", data)
+        """Leave something about this model for the next start, from a rank that keeps the code."""
 
-    def make(self, compile_now: Callable[[Callable[[str], None]], int]) -> int:
-        """Have the code compiled: here if it is there already or this rank leads, else after the rank that does.
-
-        `compile_now` gets a function to say what it does to, and returns the number of graphs, as this does.
-        """
-        if self._key is None:
-            return compile_now(_to_nobody)
-        if self.hit:
-            with headers.as_text():
-                return compile_now(_to_nobody)
-        graphs = 0
-
-        def work(say: Callable[[str], None]) -> str:
-            nonlocal graphs
-            graphs = compile_now(say)
-            if graphs:
-                self._save()
-                self._done()
-            return json.dumps({"graphs": graphs, "folder": _identity(self._folder)})
-
-        def use(told: str) -> None:
-            made = json.loads(told)
-            self._keeps = made["folder"] != _identity(self._folder)
-            if made["graphs"] and self._keeps and not self._load():
-                raise StoreError(self.place, "what the other rank compiled is not there")
-
-        self._outcome = one_for_all(
-            self.ranks.store,
-            rank=self.ranks.rank,
-            topic=self._topic("compile"),
-            patience=self._patience,
-            work=work,
-            use=use,
-            between=self._between,
-        )
-        if self._outcome.role == "followed":
-            with headers.as_text():
-                graphs = compile_now(_to_nobody)
-        return graphs
+    def make(self, compile_now: CompileNow) -> int:
+        """Have the code compiled, and return the number of graphs."""
+        return compile_now(_to_nobody)
 
     def meet(self) -> tuple[int, ...]:
-        """Wait until all ranks have their code, and return those that were waited for in vain.
+        """Wait until all ranks have their code; return those that were waited for in vain, after a warning.
 
-        A rank that is still compiling would else be missed by the others in a collective, which has a limit.
+        A rank that still compiles would else be missed by the others in a collective, whose limit is the group's.
         """
         if self.ranks.store is None:
             return ()
-        missing = all_there(
+        return all_there(
             self.ranks.store,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -186,170 +98,294 @@ class Cache:
             patience=self._patience,
             between=self._between,
         )
-        return missing
-
-    @property
-    def found(self) -> Found:
-        """How this rank came to its code so far."""
-        outcome = self._outcome or Outcome("alone", None, 0.0)
-        role = {"led": "leader", "followed": "follower", "alone": "alone"}[outcome.role]
-        if outcome.role == "led" and self.ranks.world_size == 1:
-            role = "alone"
-        leader = -1 if outcome.leader is None else outcome.leader
-        files, size = self._loaded
-        why = "; ".join(filter(None, (self._missed, outcome.why)))
-        return Found(role, leader, outcome.waited, self.hit, files, size, why)
 
     def keep(self) -> None:
-        """Keep what was compiled since, now and after every later compile, on threads that the training doesn't see."""
-        if self._key is None or self._store is None or not self._keeps:
-            return
-        self._save_aside()
-        call_after_compiles(self._save_aside)
+        """Keep what was compiled since, and what will be, on threads that the training doesn't wait for."""
 
-    def _enter_folder(self) -> None:
-        assert self._key is not None
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-        base = Path(cache_dir())
-        if base.name.startswith(_OURS):
-            base = base.parent
-        self._folder = base / f"{_OURS}{self._key.digest}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        os.environ[_FOLDER] = str(self._folder)
-        self._scope = _identity(self._folder)
+class Cache(Uncached):
+    """The compiled code of one key in one start-up, made by `look_up`. The methods are called in their order here."""
 
-    def _open_store(self, device: torch.device) -> None:
-        assert self._key is not None
+    def __init__(
+        self,
+        key: Key,
+        folder: Path,
+        store: ArtifactStore | None,
+        scope: str,
+        ranks: Ranks,
+        *,
+        patience: float,
+        between: Callable[[], None],
+    ) -> None:
+        super().__init__(ranks, patience=patience, between=between)
+        self.key = key
+        self.folder = folder
+        self._store = store
+        self._scope = scope
+        self._outcome = Outcome("alone", None, 0.0)
+        self._hit = False
+        self._why: list[str] = []
+        self._files = self._bytes = 0
+        self._names: frozenset[str] = frozenset()
+        self._keeps = True
+        self._asks = False
+        self._warned = False
+        self._saving = threading.Lock()
+
+    @classmethod
+    def look_up(
+        cls,
+        key: Key,
+        device: torch.device,
+        ranks: Ranks,
+        *,
+        place: str | Path | None = None,
+        shared: bool | None = None,
+        patience: float = PATIENCE,
+        between: Callable[[], None] = lambda: None,
+    ) -> Uncached:
+        """Point torch's compiler at the folder of this key, and fill it from what is stored in `place`, if anything is.
+
+        One rank looks for all that share a place and have the same key, so that all of them find something or none
+        does. With `shared` (default: for an address of fsspec) these are ranks of all hosts, else of one. Whatever
+        fails leads to a cache that has nothing. `patience` is in seconds; `between` is called while this rank waits.
+        """
+        where = default_place() if place is None else os.fspath(place)
+        shared = "://" in where if shared is None else shared
         try:
-            self._store = ArtifactStore(self.place, SigningKey.find())
-            if not self._shared:
-                os.makedirs(self.place, exist_ok=True)
-                self._scope = _identity(Path(self.place))
+            folder = _entered(key)
         except Exception as error:
-            self._store = None
-            self._warn(f"compiled code is not kept ({_first_line(error)})")
-            return
-        if self._shared:
-            self._scope = "job"
+            _warn(f"compiled code is neither looked up nor kept ({_first_line(error)})")
+            return Uncached(ranks, patience=patience, between=between)
+        store, scope, problem = None, _identity(folder), ""
+        try:
+            store = ArtifactStore(where, SigningKey.find())
+            if not shared:
+                os.makedirs(where, exist_ok=True)
+            scope = "job" if shared else _identity(Path(where))
+        except Exception as error:
+            store, problem = None, f"compiled code is not kept ({_first_line(error)})"
+        cache = cls(key, folder, store, scope, ranks, patience=patience, between=between)
+        if problem:
+            cache._warn(problem)
         if device.type == "cpu":
-            verdicts = self._document(f"instruction-sets-{self._key.host}")
-            if verdicts is None or not instruction_sets.know(verdicts):
-                self._ask_later = True
+            verdicts = cache._document(f"instruction-sets-{key.host}")
+            cache._asks = verdicts is None or not instruction_sets.know(verdicts)
+        cache._outcome = cache._one_for_all("look-up", cache._look, cache._look_as_told)
+        return cache
 
-    _ask_later = False
-    """Whether the compiler asked for this host's instruction sets itself, which the next start then needn't."""
+    def document(self, name: str) -> Mapping[str, Any] | None:
+        """What an earlier start left about this model under this name, None if nothing that can be used."""
+        return self._document(f"{name}-{self.key.model}")
+
+    def put_document(self, name: str, data: Mapping[str, Any]) -> None:
+        """Leave something about this model for the next start, from a rank that keeps the code."""
+        if self._keeps:
+            self._put_document(f"{name}-{self.key.model}", data)
+
+    def make(self, compile_now: CompileNow) -> int:
+        """Have the code compiled: here if it is there already or this rank leads, else after the rank that does."""
+        graphs = 0
+
+        def work(say: Callable[[str], None]) -> str:
+            nonlocal graphs
+            graphs = compile_now(say)
+            if graphs:
+                self._save()
+                self._complete.touch()
+            return json.dumps({"graphs": graphs, "folder": _identity(self.folder)})
+
+        def use(told: str) -> None:
+            made = json.loads(told)
+            self._keeps = made["folder"] != _identity(self.folder)
+            if made["graphs"] and self._keeps and not self._load():
+                raise StoreError(str(self.folder), "what the other rank compiled is not in the store")
+
+        if not self._hit:
+            class_of = self._document(self._class_name) or {}
+            self._outcome = self._one_for_all(f"compile/{class_of.get('graphs', '')}", work, use)
+        if self._hit or self._outcome.role == "followed":
+            missed = _misses()
+            with headers.as_text():
+                graphs = compile_now(_to_nobody)
+            if _misses() > missed:
+                self._differs()
+        outcome = self._outcome
+        roles: dict[str, Literal["leader", "follower", "alone"]] = {"led": "leader", "followed": "follower"}
+        self.found = Found(
+            role="alone" if self.ranks.world_size == 1 else roles.get(outcome.role, "alone"),
+            leader=-1 if outcome.leader is None else outcome.leader,
+            waited=outcome.waited,
+            hit=self._hit,
+            files=self._files,
+            bytes=self._bytes,
+            why="; ".join(filter(None, (*self._why, outcome.why))),
+        )
+        return graphs
+
+    def keep(self) -> None:
+        """Keep what was compiled since, and what will be, on threads that the training doesn't wait for."""
+        if self._store is not None and self._keeps:
+            self._save_aside()
+            call_after_compiles(self._save)
+
+    def _one_for_all(
+        self, what: str, work: Callable[[Callable[[str], None]], str], use: Callable[[str], None]
+    ) -> Outcome:
+        topic = f"{what}/{self.key.digest}/{self._scope}"
+        return one_for_all(
+            self.ranks.store,
+            rank=self.ranks.rank,
+            topic=f"{topic}/{_turn(topic)}",
+            patience=self._patience,
+            work=work,
+            use=use,
+            between=self._between,
+        )
 
     def _look(self, say: Callable[[str], None]) -> str:
-        """Look in the folder and in the store; return whether the code is there, for the other ranks."""
-        assert self._key is not None
+        """Look in the folder and in the store, and tell the others whether the code is there."""
         if self._complete.exists():
-            # Somebody may have emptied the store, which others rely on.
-            if self._store is not None and not self._has_stored():
-                self._save()
-            self.hit = True
-        elif self._store is not None:
-            self.hit = self._load()
-            if not self.hit and not self._missed:
-                self._missed = self._why_missed()
-        return json.dumps({"hit": self.hit, "folder": _identity(self._folder), "why": self._missed})
+            self._hit = True
+            self._restock()
+        else:
+            self._hit = self._load()
+            if not self._hit and not self._why and self._store is not None:
+                with _problems(self):
+                    self._why.append(self._store.why_missed(self.key))
+        return json.dumps({"hit": self._hit, "folder": _identity(self.folder), "why": self._why[:1]})
 
     def _look_as_told(self, told: str) -> None:
         found = json.loads(told)
-        self._missed = found["why"]
-        self._keeps = found["folder"] != _identity(self._folder)
-        if found["hit"] and self._keeps and not self._complete.exists() and not self._load():
-            self._missed = f"what rank {self.ranks.rank} was told of is not in {self.place}"
-            return
-        self.hit = bool(found["hit"])
+        self._why += found["why"]
+        self._keeps = found["folder"] != _identity(self.folder)
+        self._hit = found["hit"] and (not self._keeps or self._complete.exists() or self._load())
 
     def _load(self) -> bool:
         """Fill the folder from the store, and say whether there was anything."""
-        assert self._key is not None
         if self._store is None:
             return False
-        try:
-            loaded = self._store.load(self._key, self._folder)
-        except StoreError as error:
-            self._missed = _first_line(error)
-            self._warn(f"compiled code could not be read ({_first_line(error)})")
-            return False
-        if loaded.rejected:
-            more = f" and {len(loaded.rejected) - 1} more" if len(loaded.rejected) > 1 else ""
-            self._missed = loaded.rejected[0]
-            self._warn(f"compiled code in {self.place} was not opened ({loaded.rejected[0]}{more})")
-        self._known |= loaded.names
-        self._loaded = (len(loaded.names), loaded.bytes)
-        if loaded.bundles:
-            self._done()
-        return loaded.bundles > 0
+        with _problems(self):
+            loaded = self._store.load(self.key, self.folder)
+            if loaded.rejected:
+                more = f" and {len(loaded.rejected) - 1} more" if len(loaded.rejected) > 1 else ""
+                self._why.append(loaded.rejected[0])
+                self._warn(f"compiled code in {self._store.place} was not opened ({loaded.rejected[0]}{more})")
+            self._names |= loaded.names
+            self._files, self._bytes = len(loaded.names), loaded.bytes
+            if loaded.bundles:
+                self._complete.touch()
+            return loaded.bundles > 0
+        return False
 
     def _save(self) -> None:
-        assert self._key is not None
         if self._store is None:
             return
-        try:
-            with self._saving:
-                self._store.save(self._key, self._folder, self._known)
-            if self._ask_later:
-                self._ask_later = False
-                self._store.put_document(f"instruction-sets-{self._key.host}", instruction_sets.verdicts())
-        except (StoreError, OSError, ValueError) as error:
-            self._warn(f"compiled code was not kept ({_first_line(error)})")
+        with _problems(self), self._saving:
+            self._store.save(self.key, self.folder, self._names)
+            # Where nothing was compiled it was not asked, and that would take seconds.
+            if self._asks and _compiled():
+                self._asks = False
+                self._put_document(f"instruction-sets-{self.key.host}", instruction_sets.verdicts())
+
+    def _restock(self) -> None:
+        """Store what is in the folder if somebody has emptied the store, which others rely on."""
+        if self._store is not None:
+            with _problems(self):
+                if not self._store.has(self.key):
+                    self._save()
 
     def _save_aside(self) -> None:
         # Not a daemon: it takes moments, and what it writes is for the next start even if this job ends now.
         threading.Thread(target=self._save, name="initopt-compile-cache").start()
 
-    def _has_stored(self) -> bool:
-        assert self._key is not None and self._store is not None
-        try:
-            return self._store.has(self._key)
-        except StoreError:
-            return True
+    def _differs(self) -> None:
+        """Remember that this rank has other graphs than the one that compiled for it, and needs another leader."""
+        leader = self._outcome.leader
+        self._why.append(f"some graphs are not those of rank {leader}" if leader is not None else "some graphs are new")
+        self._put_document(self._class_name, {"graphs": _graphs() or f"rank {self.ranks.rank}"})
 
-    def _why_missed(self) -> str:
-        assert self._key is not None and self._store is not None
-        try:
-            return self._store.why_missed(self._key)
-        except StoreError as error:
-            return _first_line(error)
-
-    def _document(self, name: str) -> Mapping[str, Any] | None:
-        if self._store is None:
-            return None
-        try:
-            return self._store.document(name)
-        except StoreError as error:
-            self._warn(_first_line(error))
-            return None
-
-    def _put_document(self, name: str, data: Mapping[str, Any]) -> None:
-        if self._store is None:
-            return
-        try:
-            self._store.put_document(name, data)
-        except (StoreError, ValueError) as error:
-            self._warn(f"{name} was not kept ({_first_line(error)})")
+    @property
+    def _class_name(self) -> str:
+        return f"class-{self.key.model}-{self.ranks.rank}-of-{self.ranks.world_size}"
 
     @property
     def _complete(self) -> Path:
+        """The mark that the folder has all that a start compiles ahead."""
         # Beside the folder, so that it is no file of it.
-        return self._folder.with_name(f"{self._folder.name}.complete")
+        return self.folder.with_name(f"{self.folder.name}.complete")
 
-    def _done(self) -> None:
-        """Note that the folder has all that a start compiles ahead."""
-        self._complete.touch()
+    def _document(self, name: str) -> Mapping[str, Any] | None:
+        if self._store is not None:
+            with _problems(self):
+                return self._store.document(name)
+        return None
 
-    def _topic(self, what: str) -> str:
-        assert self._key is not None
-        topic = f"{what}/{self._key.digest}/{self._scope}"
-        return f"{topic}/{_turn(topic)}"
+    def _put_document(self, name: str, data: Mapping[str, Any]) -> None:
+        if self._store is not None:
+            with _problems(self):
+                self._store.put_document(name, data)
 
     def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"initopt: {text}; compiling goes on as without it", stacklevel=3)
+            _warn(text)
+
+
+class _problems:
+    """What goes wrong with the store inside the block is one warning and a remark, and no more."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, OSError | ValueError):
+            return False
+        self._cache._why.append(_first_line(error))
+        self._cache._warn(_first_line(error))
+        return True
+
+
+def _entered(key: Key) -> Path:
+    """Make the folder of the key, inside of what torch's compiler uses, and point the compiler at it."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    base = Path(cache_dir())
+    if base.name.startswith(_OURS):
+        base = base.parent
+    folder = base / f"{_OURS}{key.digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ[_FOLDER] = str(folder)
+    return folder
+
+
+def _compiled() -> bool:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"]) > 0
+
+
+def _misses() -> int:
+    """How many graphs torch's caches did not have, in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"])
+
+
+def _graphs() -> str:
+    """A digest of the graphs that this process has compiled or found, by torch's own keys of them; empty if unknown."""
+    import torch
+
+    try:
+        saved = torch.compiler.save_cache_artifacts()
+        artifacts = saved[1].artifacts if saved is not None else {}
+    except Exception:
+        return ""
+    keys = sorted(f"{kind}/{key}" for kind, all_keys in artifacts.items() for key in all_keys)
+    return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:32] if keys else ""
 
 
 def _turn(topic: str) -> int:
@@ -368,5 +404,9 @@ def _to_nobody(text: str) -> None:
     pass
 
 
-def _first_line(error: Exception) -> str:
+def _warn(text: str) -> None:
+    warnings.warn(f"initopt: {text}; the start-up compiles as without a cache", stacklevel=4)
+
+
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"

@@ -184,6 +184,11 @@ class ArtifactStore:
                     self._stamp(key.digest)
         return Loaded(bundles, files, size, time.monotonic() - began, frozenset(names), tuple(rejected))
 
+    def has(self, key: Key) -> bool:
+        """Whether anything is stored for the key. Raises StoreError if the store can't be read."""
+        with self._errors():
+            return bool(_bundles_in(self._files(key.digest)))
+
     def save(self, key: Key, folder: str | Path, known: frozenset[str] = frozenset()) -> Saved | None:
         """Add the files of `folder` (see `bundle.names_in`) that are not stored for this key yet; None if all are.
 

@@ -1,0 +1,168 @@
+"""Compiled code between ranks and starts: real ranks and their store; what stands for a compile writes files."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from initopt.compile_cache import board
+from tests.multirank.forked import fork_ranks
+
+pytestmark = pytest.mark.timeout(180)
+
+SECRET = "0123456789abcdef" * 4
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INITOPT_CACHE_KEY", SECRET)
+    monkeypatch.setattr(board, "POLL", 0.01)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What one rank saw in one start: whether it compiled, what was in its folder then and afterwards, its words."""
+
+    compiled_from: frozenset[str]
+    files: frozenset[str]
+    graphs: int
+    found: Any
+    warned: tuple[str, ...]
+
+
+def start(
+    disk: Path,
+    place: str,
+    *,
+    own: bool = True,
+    shared: bool = True,
+    model: str = "m",
+    fails: Callable[[int], bool] = lambda rank: False,
+    graphs: int = 1,
+) -> Started:
+    import torch
+    from torch.distributed import TCPStore
+
+    from initopt.compile_cache.bundle import names_in
+    from initopt.compile_cache.cache import Cache, Ranks
+    from initopt.compile_cache.key import Key
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(disk / str(rank) if own else disk)
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0)
+    seen: list[frozenset[str]] = []
+
+    def compile_now(say: Callable[[str], None]) -> int:
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        seen.append(names_in(folder))
+        if fails(rank):
+            raise RuntimeError("no compiler")
+        if graphs and "entry" not in seen[-1]:
+            say("compiles 'part'")
+            (folder / "entry").write_text("compiled code")
+        return graphs
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache = Cache.look_up(
+            Key({"model": model}), torch.device("meta"), Ranks(store, rank, world_size), place=place, shared=shared
+        )
+        try:
+            made = cache.make(compile_now)
+        except RuntimeError:
+            made = -1
+        assert cache.meet() == ()
+        cache.keep()
+    there = names_in(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    told = tuple(str(one.message) for one in caught if str(one.message).startswith("initopt: "))
+    # Rank 0 serves the store.
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < world_size:
+        pass
+    return Started(seen[0], there, made, cache.found, told)
+
+
+def test_one_rank_compiles_and_the_others_load(tmp_path: Path) -> None:
+    place = str(tmp_path / "store")
+    cold = fork_ranks(start, tmp_path / "a", place, ranks=4)
+    assert sorted(one.found.role for one in cold) == ["follower", "follower", "follower", "leader"]
+    assert sorted(len(one.compiled_from) for one in cold) == [0, 1, 1, 1]
+    assert not any(one.found.hit or one.warned for one in cold)
+    # The same disks, and disks that are empty.
+    for disk in ("a", "b"):
+        again = fork_ranks(start, tmp_path / disk, place, ranks=4)
+        assert all(one.found.hit and one.compiled_from == {"entry"} and not one.warned for one in again)
+
+
+def test_ranks_of_one_folder_need_no_store_between_them(tmp_path: Path) -> None:
+    file = tmp_path / "store"
+    file.write_text("no folder can be made here")
+    cold = fork_ranks(start, tmp_path / "a", str(file), own=False, shared=False)
+    assert sorted(len(one.compiled_from) for one in cold) == [0, 1]
+    assert all(one.graphs == 1 and len(one.warned) == 1 and str(file) in one.warned[0] for one in cold)
+    again = fork_ranks(start, tmp_path / "a", str(file), own=False, shared=False)
+    assert all(one.found.hit for one in again)
+
+
+def test_without_a_shared_place_ranks_of_own_folders_still_compile_once(tmp_path: Path) -> None:
+    """They are on one host here, so that they see the same place: a host has one leader."""
+    cold = fork_ranks(start, tmp_path / "a", str(tmp_path / "store"), shared=False)
+    assert sorted(len(one.compiled_from) for one in cold) == [0, 1]
+
+
+def test_an_emptied_store_is_filled_again_from_a_disk(tmp_path: Path) -> None:
+    fork_ranks(start, tmp_path / "a", str(tmp_path / "store"))
+    again = fork_ranks(start, tmp_path / "a", str(tmp_path / "other"))
+    assert all(one.found.hit for one in again)
+    moved = fork_ranks(start, tmp_path / "b", str(tmp_path / "other"))
+    assert all(one.found.hit for one in moved)
+
+
+def test_another_model_is_a_miss_that_says_why(tmp_path: Path) -> None:
+    fork_ranks(start, tmp_path / "a", str(tmp_path / "store"))
+    other = fork_ranks(start, tmp_path / "a", str(tmp_path / "store"), model="other")
+    assert not any(one.found.hit for one in other)
+    assert all("differs in model" in one.found.why for one in other)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "edited", "foreign", "swapped"])
+def test_what_does_not_carry_the_signature_leads_to_compiling(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks(start, tmp_path / "a", str(tmp_path / "store"))
+    [bundle] = (tmp_path / "store").glob("*/*.bundle")
+    data = bytearray(bundle.read_bytes())
+    if damage == "truncated":
+        bundle.write_bytes(data[:-1])
+    elif damage == "edited":
+        data[-1] ^= 1
+        bundle.write_bytes(data)
+    elif damage == "foreign":
+        monkeypatch.setenv("INITOPT_CACHE_KEY", SECRET[::-1])
+    else:
+        bundle.rename(bundle.with_name(f"{bundle.name[:17]}{'0' * 32}.bundle"))
+    found = fork_ranks(start, tmp_path / "b", str(tmp_path / "store"))
+    assert sorted(len(one.compiled_from) for one in found) == [0, 1]
+    assert all(one.files == {"entry"} for one in found)
+    said = [text for one in found for text in one.warned]
+    assert said and all("was not opened" in text and bundle.parent.name in text for text in said)
+    # It has been compiled and kept anew.
+    assert all(one.found.hit for one in fork_ranks(start, tmp_path / "c", str(tmp_path / "store")))
+
+
+def test_a_leader_whose_compile_fails_is_replaced(tmp_path: Path) -> None:
+    first: list[Started] = fork_ranks(start, tmp_path / "a", str(tmp_path / "store"), fails=lambda rank: rank == 0)
+    assert first[0].graphs == -1 or first[0].found.role == "follower"
+    assert first[1].graphs == 1 and first[1].files == {"entry"}
+
+
+def test_where_nothing_is_compiled_ahead_nothing_is_taken_for_complete(tmp_path: Path) -> None:
+    none = fork_ranks(start, tmp_path / "a", str(tmp_path / "store"), graphs=0)
+    assert all(one.graphs == 0 and not one.warned for one in none)
+    assert not list((tmp_path / "a").glob("*/*.complete"))
