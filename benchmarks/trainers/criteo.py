@@ -91,6 +91,15 @@ class Batch(Pipelineable):  # type: ignore[misc]
         return Batch(self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory())
 
 
+def example(batch_size: int) -> Batch:
+    """A batch like those of `loader`, whose values mean nothing."""
+    ids = torch.zeros(batch_size * SPARSE, dtype=torch.int64)
+    features = KeyedJaggedTensor(
+        keys=list(FEATURES), values=ids, lengths=torch.ones_like(ids, dtype=torch.int32), stride=batch_size
+    )
+    return Batch(torch.zeros(batch_size, DENSE), features, torch.zeros(batch_size, dtype=torch.int32))
+
+
 class CriteoDay(Dataset[Rows]):
     """A day's samples by number. The files are mapped at first use, so that each worker process maps its own."""
 
@@ -120,6 +129,10 @@ class Collate:
     """Rows of a batch, as `CriteoDay` gives them, to a `Batch`: ids are taken modulo the rows of their table."""
 
     rows_per_table: tuple[int, ...]
+
+    def batch_schema(self, batch_size: int) -> Batch:
+        """What initopt asks for to compile before the first batch is there."""
+        return example(batch_size)
 
     def __call__(self, rows: Rows) -> Batch:
         dense, sparse, labels = rows

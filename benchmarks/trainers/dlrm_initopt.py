@@ -26,7 +26,7 @@ from torch import nn
 
 from benchmarks.trainers import criteo, dlrm_model, emulation
 from benchmarks.trainers.trained_state import trained_state
-from initopt import Call, Compile, Recorder
+from initopt import Compile, Recorder
 from initopt.plugins.torchrec import Place, TrainerStartup, trainer
 
 
@@ -50,22 +50,8 @@ def startup(config: dlrm_model.Config, labels: tuple[str, ...] = ()) -> TrainerS
     def parts(model: nn.Module) -> Mapping[str, nn.Module]:
         return dict(zip(("dense", "interaction", "over"), dlrm_model.compiled_parts(model.model), strict=True))
 
-    def examples(device: torch.device) -> Mapping[str, Call]:
-        batch, features = config.batch_size, criteo.SPARSE + 1
-
-        def like_an_output(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, device=device, requires_grad=True)
-
-        return {
-            "dense": Call((torch.empty(batch, criteo.DENSE, device=device),)),
-            "interaction": Call(
-                kwargs={
-                    "dense_features": like_an_output(batch, config.dim),
-                    "sparse_features": like_an_output(batch, criteo.SPARSE, config.dim),
-                }
-            ),
-            "over": Call((like_an_output(batch, config.dim + features * (features - 1) // 2),)),
-        }
+    def batch(device: torch.device) -> criteo.Batch:
+        return criteo.example(config.batch_size)
 
     return trainer(
         model=model,
@@ -73,7 +59,7 @@ def startup(config: dlrm_model.Config, labels: tuple[str, ...] = ()) -> TrainerS
         dense_optimizer=dlrm_model.dense_optimizer,
         sharders=sharders,
         planner=planner,
-        compile=Compile(parts, examples, dynamic=False) if config.compile else None,
+        compile=Compile(parts, batch=batch, dynamic=False) if config.compile else None,
         device="cpu",
         name="dlrm",
         labels=labels,

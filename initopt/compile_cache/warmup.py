@@ -12,11 +12,13 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from initopt.compile_cache.calls import Call, Recorded
+from initopt.compile_cache.fast_batch import Examples, Twin, batch_schema, examples_for, loader_schema
 from initopt.compile_cache.instruction_sets import candidates
 
 if TYPE_CHECKING:
@@ -29,27 +31,18 @@ _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Call:
-    """An example of how a part is called: tensors of the right metadata, whose values don't matter.
-
-    Pass as keywords what the model passes as keywords.
-    """
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Compile:
     """Which parts of a model `torch.compile` takes, how, and on what example each is warmed up.
 
-    `parts` returns the modules by name; `examples` gets the device and returns a `Call` for the parts that are to be
-    warmed up (None: all compile at the first batch). `mode`, `options`, `dynamic` and `fullgraph` are those of
+    `parts` returns the modules by name. `batch` gets the device and returns a batch, or a `Schema` of one: what the
+    model passes its parts for it is what they are warmed up on. `examples` gets the device and returns a `Call` for
+    parts that are to be warmed up on something else. `mode`, `options`, `dynamic` and `fullgraph` are those of
     `torch.compile`; the backend is inductor.
     """
 
     parts: Callable[[nn.Module], Mapping[str, nn.Module]]
     examples: Callable[[Any], Mapping[str, Call]] | None = None
+    batch: Callable[[Any], Any] | None = None
     mode: str | None = None
     options: Mapping[str, Any] | None = None
     dynamic: bool | None = None
@@ -61,10 +54,48 @@ class Compile:
         for part in self.parts(model).values():
             part.compile(backend=backend, dynamic=self.dynamic, fullgraph=self.fullgraph)
 
+    def calls(
+        self,
+        model: nn.Module,
+        device: Any,
+        *,
+        recorded: Recorded | None = None,
+        loader: Any = None,
+        twin: Twin | None = None,
+    ) -> Examples:
+        """Return what the parts are warmed up on (see `fast_batch.examples_for`), which is nothing if that fails.
+
+        The batch is that of `self.batch`, else what `loader` says of it (see `fast_batch.HasBatchSchema`). `twin` is a
+        copy of the model from before it was sharded; without one nothing else may change the model meanwhile.
+        """
+        import torch
+
+        device = torch.device(device)
+        try:
+            user = self.examples(device) if self.examples is not None else None
+            batch = batch_schema(self.batch(device)) if self.batch is not None else loader_schema(loader)
+            return examples_for(self.parts, model, device, user=user, recorded=recorded, batch=batch, twin=twin)
+        except Exception as error:
+            warnings.warn(
+                f"initopt: nothing was compiled ahead, as there are no examples for it ({_first_line(error)}); all "
+                "compiles at the first batch. Compare `examples` and `batch` of `Compile` with what the model takes",
+                stacklevel=2,
+            )
+            return Examples()
+
     def warm_up(
-        self, model: nn.Module, device: Any, *, first: int = 0, between: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        device: Any,
+        examples: Examples | None = None,
+        *,
+        first: int = 0,
+        between: Callable[[], None] = lambda: None,
     ) -> int:
-        """Compile the parts that have an example, on the calling thread; return how many graphs that made.
+        """Compile the parts that have examples, on the calling thread; return how many graphs that made.
+
+        `examples` are those of `calls`, by default made now. A part's later examples are warmed up where all shapes are
+        static. Elsewhere they would make the code of the first one dynamic, and the first batch would run that.
 
         It comes in pieces: on a CPU what the C++ compiler and this host can do, one instruction set after the other,
         then each part. `between` is called before each piece. Pieces begin at number `first` (modulo how many there
@@ -74,10 +105,12 @@ class Compile:
         not.
         """
         import torch
-        from torch._functorch import config
 
         # Where nothing is compiled the examples would run for real, and leave traces.
-        if self.examples is None or torch._dynamo.config.disable:
+        if torch._dynamo.config.disable:
+            return 0
+        examples = self.calls(model, device) if examples is None else examples
+        if not examples.calls:
             return 0
 
         before = self.graphs()
@@ -86,26 +119,15 @@ class Compile:
                 between()
                 bool(instructions)
         parts = self.parts(model)
-        try:
-            examples = list(self.examples(device).items())
-        except Exception as error:
-            warnings.warn(
-                f"initopt: nothing was compiled ahead, as the function of the examples failed ({_first_line(error)}); "
-                "all compiles at the first batch",
-                stacklevel=2,
-            )
-            return 0
-        for name, call in _from(examples, first):
+        for name, calls in _from(list(examples.calls.items()), first):
             between()
             if name not in parts:
                 raise ValueError(
                     f"there is an example for {name!r}, which is no part; the parts are {', '.join(parts)}"
                 )
             try:
-                with _warming(), config.patch(force_non_lazy_backward_lowering=torch.is_grad_enabled()):
-                    parts[name](*call.args, **call.kwargs)
-            except _Compiled:
-                continue
+                for call in calls if self.dynamic is False else calls[:1]:
+                    _compile(parts[name], call)
             except Exception as error:
                 warnings.warn(
                     f"initopt: part {name!r} was not compiled ahead ({_first_line(error)}); "
@@ -120,6 +142,24 @@ class Compile:
         from torch._dynamo.utils import counters
 
         return int(counters["stats"]["unique_graphs"])
+
+
+def _compile(part: Callable[..., Any], call: Call) -> None:
+    import torch
+    from torch._functorch import config
+
+    # What torch doesn't compile runs for real: modules of torch itself as a part, and what stands before a graph break.
+    # There is no public way to ask for the first.
+    if torch._dynamo.trace_rules.check(getattr(part, "forward", part)):
+        raise ValueError(f"torch compiles nothing of a part that is a {type(part).__name__}")
+    with ExitStack() as stack:
+        stack.enter_context(_warming())
+        stack.enter_context(torch._dynamo.error_on_graph_break(True))
+        if call.modes is not None:
+            stack.enter_context(call.modes.entered())
+        stack.enter_context(config.patch(force_non_lazy_backward_lowering=torch.is_grad_enabled()))
+        stack.enter_context(suppress(_Compiled))
+        part(*call.args, **call.kwargs)
 
 
 def _first_line(error: Exception) -> str:

@@ -292,20 +292,29 @@ def trainer(
     def batches(loader: Iterator[Any], first_batch: list[Any]) -> Iterator[Any]:
         return itertools.chain(first_batch, loader)
 
-    def compile_warmup(place: Place, model: nn.Module) -> int:
+    def compile_examples(place: Place, model: nn.Module) -> Any:
         assert compile is not None
         place.enter()
-        return compile.warm_up(model, place.device, first=place.local_rank, between=start.pause)
+        return compile.calls(model, place.device)
+
+    def compile_warmup(place: Place, model: nn.Module, compile_examples: Any) -> int:
+        assert compile is not None
+        place.enter()
+        return compile.warm_up(model, place.device, compile_examples, first=place.local_rank, between=start.pause)
 
     step(place, "place", "device_init")
     step(store, "store", "process_group_init", lane="comms")
     step(process_group, "process_group", "process_group_init", lane="comms")
     step(_compiled(model, compile), "model", "train_module_creation", uses="rng")
+    if compile is not None:
+        # Sharding changes the model, and a copy that runs without data must be that of before.
+        step(compile_examples, "compile_examples", "pre_train", uses="rng")
     step(sharders or _default_sharders, "sharders", "train_module_creation")
     step(planner or _default_planner, "planner", "train_module_creation")
     step(own_plan, "own_plan", "train_module_creation", lane=plan_lane)
     step(sharding_plan, "sharding_plan", "train_module_creation", lane="comms")
-    step(dmp, "dmp", "train_module_creation", lane="comms", uses="rng")
+    unsharded = {} if compile is None else {"after": "compile_examples"}
+    step(dmp, "dmp", "train_module_creation", lane="comms", uses="rng", **unsharded)
     step(optimizer, "optimizer", "init_plugins")
     if checkpoint is not None:
         step(checkpoint, "checkpoint", "init_plugins", lane="comms", after="optimizer")

@@ -78,8 +78,9 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_a_warm_up_leaves_nothing_but_code() -> None:
     stock = model()
+    graphs = Compile.graphs()
     compile().apply(stock)
-    assert Compile.graphs() == 0
+    assert Compile.graphs() == graphs
     expected = trained(stock)
     torch._dynamo.reset()
 
@@ -121,6 +122,32 @@ def test_an_example_that_can_not_be_compiled_is_left_to_the_first_batch() -> Non
     with pytest.warns(UserWarning, match=r"part 'part' was not compiled ahead \(.*\); it compiles at the first batch"):
         assert chosen.warm_up(m, torch.device("cpu")) == 0
     assert m.part.norm.num_batches_tracked == 0
+
+
+class Broken(Part):
+    """Runs without being compiled, before or after something that is."""
+
+    @torch._dynamo.disable  # type: ignore[misc]
+    def eager(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.eager(x) + 1
+
+
+@pytest.mark.parametrize("part", [nn.Sequential(Part()), nn.BatchNorm1d(4), nn.Dropout(), Broken()])
+def test_what_is_not_compiled_does_not_run_either(part: nn.Module) -> None:
+    m = model()
+    m.part = part  # type: ignore[assignment]
+    chosen = compile()
+    chosen.apply(m)
+    before = [*map(torch.clone, part.state_dict().values()), torch.get_rng_state()]
+    with pytest.warns(
+        UserWarning, match=r"part 'part' was not compiled ahead \((.*torch compiles nothing|.*Unsupported)"
+    ):
+        assert chosen.warm_up(m, torch.device("cpu")) == 0
+    after = [*part.state_dict().values(), torch.get_rng_state()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def test_an_example_for_a_part_that_is_none() -> None:
