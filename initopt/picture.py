@@ -41,7 +41,7 @@ class PlotError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A step in a panel. Times are seconds from the start of the rank's process; `waits`, `compiles` are parts of it."""
+    """A step in a panel. Seconds from the start of the rank's process; `waits` and `compiles` are parts of it."""
 
     name: str
     lane: str

@@ -64,7 +64,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step in `blame`, times in seconds. `slack` is None in a run without a graph. `compiling` is a part of `work`."""
+    """One step in `blame`, times in seconds. `slack` is None without a graph, `compiling` a part of `work`."""
 
     step: str
     lane: str
@@ -171,7 +171,9 @@ def summary(run: Run, *, width: int = 80) -> View:
         lines.append(Text.assemble(f"{value:>9}  ", (f"{name:<6}", style), f"  {meaning[name]}"))
     lines.append(Text())
     lines += _notes(run, width)
-    lines += _wrap(_compile_line(run, median), width) if data["compile"] is not None else []
+    if data["compile"] is not None:
+        lines += _wrap(_compile_line(run, median), width)
+        lines += _warned(_compiled_elsewhere(run, median), width)
     if run.graph is not None:
         end = max(span.end for span in planned(run, median))
         lanes = len(run.graph.lanes())
@@ -246,7 +248,7 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
         lines.append(Text(f"{more}, {seconds(sum(row.took for row in rest))} together (--all)", style=QUIET))
     lines.append(Text())
     compiled = any(row.compiling > SKEW for row in shown)
-    lines.append(Text(f"█ work  {'▒ of it compiling  ' if compiled else ''}░ wait for other ranks", style=QUIET))
+    lines += _wrap(f"█ work  {'▒ of it compiling  ' if compiled else ''}░ wait for other ranks", width, QUIET)
     if with_slack:
         lines += _wrap("slack: a step may grow by this much before the graph's longest chain grows", width, QUIET)
     lines.append(_next("critical-chain", "plot", *(("compile",) if compiled else ())))
@@ -312,7 +314,6 @@ def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     everybody = rank is None
     rank = chosen_rank(run, rank)
     turns = compiled_on(run, rank)
-    troubled = [r for r in run.headers if (t := total(compiled_on(run, r))).recompiled or t.failed]
     data = {
         **about(run),
         "rank": rank,
@@ -335,20 +336,17 @@ def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
             lines += _turn(one, width)
         whole = total(turns)
         lines.append(Text())
-        about_cache = "; part: lowered anew, its code was there" if "part" in map(cache_use, turns) else ""
-        columns = (
-            f"aot: AOTAutograd and its cache; backend: {seconds(whole.code_gen)} of it code generation{about_cache}"
-        )
-        lines += _wrap(columns, width, QUIET)
+        legend = ["aot: AOTAutograd and its cache"]
+        legend += [f"backend: {seconds(whole.code_gen)} of it code generation"] if whole.code_gen > SKEW else []
+        legend += ["part: lowered anew, its code was there"] if "part" in map(cache_use, turns) else []
+        lines += _wrap("; ".join(legend), width, QUIET)
     else:
         lines += _wrap(f"torch's compiler did nothing on rank {rank}, as far as this was recorded.", width)
     lines += [line for text in _caches(run) for line in _wrap(text, width, indent=2)]
-    others = [r for r in troubled if r != rank]
-    if others and everybody:
-        ranks = f"rank{'s' if len(others) > 1 else ''} {ranks_in_short(others)}"
-        lines += _warned([f"compiled anew, or failed to, on {ranks} (--rank {others[0]})"], width)
+    elsewhere = _compiled_elsewhere(run, rank) if everybody else []
+    lines += _warned(elsewhere, width)
     lines.append(_next("blame", "critical-chain"))
-    return View(tuple(lines), data, finding=bool(troubled) if everybody else rank in troubled)
+    return View(tuple(lines), data, finding=bool(elsewhere) or _troubled(run, rank))
 
 
 def _turn(one: Compiled, width: int) -> list[Text]:
@@ -391,22 +389,31 @@ def _compile_line(run: Run, rank: int) -> str:
     return "; ".join([line, ", ".join(said)] if said else [line])
 
 
+def _troubled(run: Run, rank: int) -> bool:
+    whole = total(compiled_on(run, rank))
+    return bool(whole.recompiled or whole.failed)
+
+
+def _compiled_elsewhere(run: Run, rank: int) -> list[str]:
+    """That other ranks than the one shown compiled anew, which it would hide."""
+    others = [other for other in run.headers if other != rank and _troubled(run, other)]
+    return [f"{_ranks(others)} compiled anew, or failed to (initopt compile --rank {others[0]})"] if others else []
+
+
 def _caches(run: Run) -> list[str]:
     """What the ranks said of the compile cache, those that said the same in one sentence."""
     alike: dict[tuple[str, ...], list[int]] = {}
-    waits: dict[int, float] = {}
+    waited = {cache.rank: cache.waited for cache in run.compile_caches}
     for cache in sorted(run.compile_caches, key=lambda cache: cache.rank):
         role = {"leader": "led", "follower": f"followed rank {cache.leader}", "alone": "went alone"}[cache.role]
-        found = "the code was there" if cache.hit else "the code was not there"
+        there = f"the code was {'' if cache.hit else 'not '}there{f' ({cache.why})' if cache.why else ''}"
         size = f"{_count(cache.files, 'file')}, {cache.bytes / 2**20:.1f} MB" if cache.files else ""
-        alike.setdefault((role, found + (f" ({cache.why})" if cache.why else ""), size), []).append(cache.rank)
-        waits[cache.rank] = cache.waited
+        alike.setdefault((role, there, size), []).append(cache.rank)
     said = []
-    for (role, *found), ranks in alike.items():
-        waited = max(waits[rank] for rank in ranks)
-        most = "up to " if len(ranks) > 1 else ""
-        wait = f"waited {most}{seconds(waited)}" if waited > SKEW else ""
-        said.append(f"{_ranks(ranks)} {role}: " + "; ".join(part for part in (*found, wait) if part))
+    for (role, there, size), ranks in alike.items():
+        longest = max(waited[rank] for rank in ranks)
+        wait = f"waited {'up to ' if len(ranks) > 1 else ''}{seconds(longest)}" if longest > SKEW else ""
+        said.append(f"{_ranks(ranks).capitalize()} {role}: {'; '.join(part for part in (there, wait, size) if part)}")
     return said
 
 
