@@ -305,7 +305,17 @@ class _Page:
             elif _inside(bar, per_second) >= self._wide(bar.name) + 0.08:
                 middle = sum(_solid(bar)) / 2, tops[bar.lane] + _BAR / 2
                 color = "white" if bar.longest else INK
-                axes.text(*middle, bar.name, color=color, va="center_baseline", ha="center", parse_math=False)
+                # Without something behind it a name can't be read among dots.
+                behind = {"facecolor": RED if bar.longest else GREY, "edgecolor": "none", "pad": 1.0}
+                axes.text(
+                    *middle,
+                    bar.name,
+                    color=color,
+                    va="center_baseline",
+                    ha="center",
+                    parse_math=False,
+                    bbox=behind if bar.compiles else None,
+                )
         for queue in panel.queues:
             if (queue.end - queue.start) * per_second < 0.04:
                 continue

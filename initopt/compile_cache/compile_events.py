@@ -39,8 +39,8 @@ def watching(listener: Listener) -> Iterator[None]:
     once, on the logger `initopt`, and nothing is seen from then on. A listener that is here twice is called once.
     """
     door = _Door(listener)
-    if not door.opens():
-        sys.meta_path.insert(0, door)
+    sys.meta_path.insert(0, door)
+    door.find_spec()
     try:
         yield
     finally:
@@ -54,14 +54,15 @@ def recompiled_since(moment: float) -> tuple[str, ...]:
     expected 8, actual 16`. torch keeps what its compiler did the last 64 times; earlier is not known. Empty where the
     compiler was not used, and for a torch that keeps this elsewhere.
     """
-    kept = getattr(sys.modules.get(_HOME), _LIST, ())
     found: dict[str, None] = {}
-    for metrics in list(kept):
-        reason = getattr(metrics, "recompile_reason", None)
-        if reason and metrics.start_time_us >= 1e6 * moment:
-            # One that is refused at once, as the code of its frame has too many cases already, has no name.
-            name, place = _named(metrics) if metrics.co_name else (f"frame {metrics.compile_id}", "")
-            found[f"{name}{f' ({place})' if place else ''}: {_guard(reason)}"] = None
+    try:
+        for metrics in list(getattr(sys.modules.get(_HOME), _LIST, ())):
+            if metrics.recompile_reason and metrics.start_time_us >= 1e6 * moment:
+                # One that is refused at once, as the code of its frame has too many cases already, has no name.
+                name, place = _named(metrics) if metrics.co_name else (f"frame {metrics.compile_id}", "")
+                found[f"{name}{f' ({place})' if place else ''}: {_guard(metrics.recompile_reason)}"] = None
+    except AttributeError:  # a torch that is not known
+        return ()
     return tuple(found)
 
 
@@ -205,7 +206,7 @@ class _Told(deque[Any]):
             if reason is self._last_break:
                 break
             at = reason.user_stack[-1] if reason.user_stack else None
-            found[_line(reason.reason)] = f" ({_place(at.filename, at.lineno)})" if at is not None else ""
+            found[_line(reason.reason)] = f" ({_place(at.filename, at.lineno)})" if at is not None and at.lineno else ""
         self._last_break = reasons[-1] if reasons else None
         return dict(reversed(found.items()))
 

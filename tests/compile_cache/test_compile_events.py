@@ -249,9 +249,19 @@ def test_a_torch_that_keeps_its_numbers_elsewhere_is_left_alone(missing: str, mo
         patch.delattr(kept, missing)
         with watching(seen.append):
             pass
-        assert recompiled_since(0.0) == () or missing != "_compilation_metrics"
     assert (seen, sys.meta_path) == ([], finders)
     assert type(kept._compilation_metrics) is deque
+
+
+def test_without_its_numbers_nothing_is_known_to_have_been_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = compiled(Part())
+    for rows in (2, 3):
+        part(torch.ones(rows, 7))
+    assert len(recompiled_since(0.0)) >= 1
+    monkeypatch.setattr(kept, "_compilation_metrics", [object()])
+    assert recompiled_since(0.0) == ()
+    monkeypatch.delattr(kept, "_compilation_metrics")
+    assert recompiled_since(0.0) == ()
 
 
 def test_numbers_that_are_not_there_end_the_watching(
