@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from initopt.compile_cache import Call as Call
     from initopt.compile_cache import Compile as Compile
+    from initopt.compile_cache.compile_events import recompiled_since as recompiled_since
     from initopt.failure import PeerFailed as PeerFailed
     from initopt.failure import StartupFailed as StartupFailed
     from initopt.failure import StepTimeout as StepTimeout
@@ -56,6 +57,7 @@ _HOME = {
     "load_plan": "sharding_plan",
     "make_fast": "sharding_plan",
     "plan_locally": "sharding_plan",
+    "recompiled_since": "compile_cache.compile_events",
     "step": "record",
 }
 
@@ -86,6 +88,7 @@ __all__ = [
     "load_plan",
     "make_fast",
     "plan_locally",
+    "recompiled_since",
     "step",
 ]
 

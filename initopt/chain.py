@@ -132,7 +132,7 @@ def steps_of(run: Run, rank: int) -> list[Span]:
 
 def outer_steps(spans: Iterable[Span]) -> list[Span]:
     """The steps and imports among the spans of one rank by start, without those that are part of another step."""
-    steps = [span for span in spans if span.kind != "collective" and not span.step]
+    steps = [span for span in spans if span.kind in ("import", "step") and not span.step]
     return sorted(steps, key=lambda span: (span.start, -span.end))
 
 

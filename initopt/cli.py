@@ -1,7 +1,8 @@
 """The command `initopt`: one function per verb, no logic.
 
 Results go to stdout, progress and errors to stderr. The exit code is 0 if all is well, 1 for a finding (a gate that
-fails, a trained state that differs, a start-up without a first batch), 2 if the command can't do what it was asked.
+fails, a trained state that differs, a start-up without a first batch, a graph compiled anew), 2 if the command can't do
+what it was asked.
 """
 
 from __future__ import annotations
@@ -109,6 +110,15 @@ def critical_chain(
 ) -> None:
     """What decided the first batch, across ranks."""
     _show(report.chain_view(_run(run, root), rank, width=_width()), as_json)
+
+
+@app.command("compile")
+def compile_(run: RunName = None, root: Root = None, rank: Rank = None, as_json: AsJson = False) -> None:
+    """What was compiled: time, cache, recompiles, graph breaks.
+
+    The exit code is 1 where a graph was compiled anew or could not be compiled.
+    """
+    _show(report.compile_view(_run(run, root), rank, width=_width()), as_json)
 
 
 @app.command()

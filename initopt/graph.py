@@ -27,9 +27,13 @@ STAGES = (
     "train_module_creation",
     "init_plugins",
     "pre_train",
+    "compile",
     "get_first_batch_data",
 )
-"""The seven stages of a trainer's initialization, in the order of Meta's effective-training-time work."""
+"""The seven stages of a trainer's initialization, in the order of Meta's effective-training-time work, and compiling.
+
+There it is a part of whatever stage it happens in.
+"""
 
 RESOURCES = ("rng", "comms", "fork", "compile")
 """The resources that have a meaning; any other name only keeps its users apart."""

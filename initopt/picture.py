@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xml.sax.saxutils import escape
 
 from initopt.chain import SKEW, UNNAMED, Link, outer_steps, rank_chain
+from initopt.compiles import compiled_in
 from initopt.report import about, labels, planned, seconds, title, versions
 from initopt.runs import last_step
 
@@ -31,7 +32,7 @@ _WIDTH, _RIGHT, _EDGE = 11.0, 0.35, 0.25
 _BAR, _LABEL, _ROW_GAP = 0.27, 0.17, 0.12
 _FONT = 8.5
 _LEVELS, _LEVELS_LONGEST = 4, 8
-_HATCH, _DOTS = "/////", (0, (1, 0.9))
+_HATCH, _COMPILED, _DOTS = "/////", "....", (0, (1, 0.9))
 
 
 class PlotError(RuntimeError):
@@ -40,7 +41,7 @@ class PlotError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A step in a panel. Times are seconds from the start of the rank's process; `waits` are parts of it."""
+    """A step in a panel. Seconds from the start of the rank's process; `waits` and `compiles` are parts of it."""
 
     name: str
     lane: str
@@ -49,6 +50,7 @@ class Bar:
     longest: bool
     waits: tuple[tuple[float, float], ...] = ()
     about: str = ""
+    compiles: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +139,18 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
     for span in spans:
         if span.kind == "collective" and span.wait > SKEW:
             meetings.setdefault(span.step, []).append(span)
+    compiled = compiled_in(run, rank) if name == "recorded" else {}
     bars = []
     for span in steps:
         waits = [(c.start, c.start + c.wait) for c in meetings.get(span.name, ()) if span.start <= c.start <= span.end]
         if not waits and span.wait > SKEW:
             waits = [(span.start, span.start + span.wait)]
         longest = (span.name, span.start) in on_chain
-        words = _words(run, span, longest=longest)
+        turns = compiled.get((span.name, span.start), ())
+        words = _words(run, span, longest=longest, compiling=sum(one.end - one.start for one in turns))
         moved = tuple((start - zero, end - zero) for start, end in waits)
-        bars.append(Bar(span.name, span.lane, span.start - zero, span.end - zero, longest, moved, words))
+        compiles = tuple((one.start - zero, min(one.end, span.end) - zero) for one in turns)
+        bars.append(Bar(span.name, span.lane, span.start - zero, span.end - zero, longest, moved, words, compiles))
     queues = tuple(
         Queue(link.step, lane_of[link.step], link.start - link.queue - zero, link.start - zero, link.behind)
         for link in reversed(links)
@@ -155,11 +160,13 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
     return Panel(name, rank, last.end - zero if last is not None else None, lanes, tuple(bars), queues)
 
 
-def _words(run: Run, span: Span, *, longest: bool) -> str:
+def _words(run: Run, span: Span, *, longest: bool, compiling: float) -> str:
     took = span.end - span.start
     said = [f"{span.name}: {seconds(took)}"]
     if span.wait > SKEW:
         said.append(f"{seconds(took - span.wait)} work, {seconds(span.wait)} wait for other ranks")
+    if compiling > SKEW:
+        said.append(f"{seconds(compiling)} compiling")
     if longest:
         said.append("on the longest chain")
     if run.graph is not None and span.name in run.graph:
@@ -216,7 +223,7 @@ class _Page:
             axes.tick_params(axis="x", labelbottom=number == len(shown) - 1, length=0, colors=FAINT)
             at += height + 0.22
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}s")
-        self._legend(total)
+        self._legend(total, compiled=any(bar.compiles for panel in shown for bar in panel.bars))
 
     def _head(self, run: Run) -> Iterator[tuple[str, float, str, str]]:
         room = _WIDTH - 2 * _EDGE
@@ -298,7 +305,17 @@ class _Page:
             elif _inside(bar, per_second) >= self._wide(bar.name) + 0.08:
                 middle = sum(_solid(bar)) / 2, tops[bar.lane] + _BAR / 2
                 color = "white" if bar.longest else INK
-                axes.text(*middle, bar.name, color=color, va="center_baseline", ha="center", parse_math=False)
+                # Without something behind it a name can't be read among dots.
+                behind = {"facecolor": RED if bar.longest else GREY, "edgecolor": "none", "pad": 1.0}
+                axes.text(
+                    *middle,
+                    bar.name,
+                    color=color,
+                    va="center_baseline",
+                    ha="center",
+                    parse_math=False,
+                    bbox=behind if bar.compiles else None,
+                )
         for queue in panel.queues:
             if (queue.end - queue.start) * per_second < 0.04:
                 continue
@@ -314,6 +331,11 @@ class _Page:
         # A white edge would hide a bar that is hardly wider than it.
         edge = "white" if size[0] * per_second > 0.04 else color
         axes.add_patch(Rectangle((bar.start, top), *size, facecolor=color, edgecolor=edge, lw=0.6, gid=group))
+        for start, end in bar.compiles:
+            edge = "white" if bar.longest else FAINT
+            axes.add_patch(
+                Rectangle((start, top), end - start, _BAR, facecolor=color, edgecolor=edge, hatch=_COMPILED, lw=0.0)
+            )
         for start, end in bar.waits:
             edge = RED if bar.longest else FAINT
             axes.add_patch(
@@ -341,13 +363,14 @@ class _Page:
             when = f"{self.goal} {'' if recorded else '~'}{seconds(panel.first_batch)}"
             axes.annotate(when, (panel.first_batch, 0), (-3, above), ha="right", **place)
 
-    def _legend(self, total: float) -> None:
+    def _legend(self, total: float, *, compiled: bool) -> None:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
         keys = [
             Patch(facecolor=RED, label="longest chain"),
             Patch(facecolor=GREY, label="other work"),
+            *([Patch(facecolor=GREY, edgecolor=FAINT, hatch=_COMPILED, lw=0.0, label="compile")] if compiled else []),
             Patch(facecolor="white", edgecolor=FAINT, hatch=_HATCH, label="wait for other ranks"),
             Line2D([], [], color=QUEUE, lw=2.0, ls=_DOTS, label="queue: the chain stood still"),
             Line2D([], [], color=INK, lw=1.2, label=self.goal),
@@ -356,7 +379,7 @@ class _Page:
             handles=keys,
             loc="lower left",
             bbox_to_anchor=((self.left - 0.1) / _WIDTH, 0.06 / total),
-            ncols=5,
+            ncols=len(keys),
             frameon=False,
             handlelength=1.8,
             columnspacing=1.8,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from initopt.graph import Graph
     from initopt.hooks import Meeting
 
-SpanKind = Literal["import", "step", "collective"]
+SpanKind = Literal["import", "step", "collective", "compile"]
 Mode = Literal["stock", "serial", "overlap"]
 
 FIRST_STEP = "first_step"
@@ -51,9 +51,9 @@ class Span:
     In a rank's file time zero is the start of that worker's process; in a loaded `Run` it is the earliest process start
     of all ranks. `wait` is the part of the span spent for ranks that came later (known once ranks are matched), `cpu`
     the CPU seconds of the thread. For a collective `step` is the step that issued it and `sequence` its number on its
-    group; for a step inside another step, `step` is the outer one. With `async_op` a collective's span covers only the
-    call that handed it over, not the communication. `paused` is the part in which a step stood aside for one that
-    forks.
+    group; for a compile it is the step that this happened in, for a step inside another step the outer one. With
+    `async_op` a collective's span covers only the call that handed it over, not the communication. `paused` is the part
+    in which a step stood aside for one that forks.
     """
 
     name: str
@@ -132,6 +132,68 @@ class Usage:
 
     at: float
     cpu: float
+    rank: int = 0
+
+
+Cached = Literal["hit", "miss", "bypass", ""]
+"""What a cache of the compiler did: it had all, it lacked something, it could not be used, it was not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One turn of torch's compiler: a frame that it traced and compiled, or tried to. Times are seconds.
+
+    `name` is the function with its class, `place` its `file:line`, `compile_id` torch's own number (`0/1`: frame 0, for
+    the second time). `start` and `end` are as in a `Span`; the stages exclude each other: `dynamo` is tracing and
+    guards, `aot_autograd` the joint graph, its cases and its cache, `backend` inductor, and of that `code_gen` the
+    code and its C++ compiler. They add up to a little less than `end - start`.
+
+    `direction` says what was compiled: a backward graph mostly comes late, in a turn of its own. `operations` counts
+    those of the graph that Dynamo made; 0 where it made none.
+
+    `recompile_reason` is the guard that failed, in torch's words, where code for this frame was there already. `breaks`
+    has a sentence for each graph break, `restarts` for each other time that tracing had to begin again. `failure` is
+    empty where all went well.
+    """
+
+    name: str
+    place: str
+    start: float
+    end: float
+    compile_id: str = ""
+    direction: Literal["forward", "backward", "both"] = "forward"
+    operations: int = 0
+    dynamo: float = 0.0
+    aot_autograd: float = 0.0
+    backend: float = 0.0
+    code_gen: float = 0.0
+    aot_autograd_cache: Cached = ""
+    fx_graph_cache: Cached = ""
+    recompile_reason: str = ""
+    breaks: tuple[str, ...] = ()
+    restarts: tuple[str, ...] = ()
+    failure: str = ""
+    rank: int = 0
+    lane: str = "main"
+    step: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCache:
+    """How a rank came to its compiled code: who compiled, who waited for it, and what was found.
+
+    A `leader` compiles for others, a `follower` uses what the leader made, `alone` is who shares with nobody. `leader`
+    is the rank that led, -1 where none did. `waited` is in seconds. `hit` says whether the code was there before this
+    start, in `files` with `bytes` together; `why` why it was not, or why this rank went its own way.
+    """
+
+    role: Literal["leader", "follower", "alone"]
+    leader: int = -1
+    waited: float = 0.0
+    hit: bool = False
+    files: int = 0
+    bytes: int = 0
+    why: str = ""
     rank: int = 0
 
 
@@ -286,13 +348,17 @@ class Recorder:
     def collectives(self, before: Callable[[str, str], None] | None = None) -> Iterator[None]:
         """Record the meetings of this process until the block ends or the recorder is closed. Imports torch.
 
+        What torch's compiler does meanwhile is recorded as well, from the moment on that something else imports it.
+
         `before` is called with the operation and the call site (`file:line`) of each, and may raise to prevent it.
         """
+        from initopt.compile_cache.compile_events import watching
         from initopt.hooks import watched
 
         with ExitStack() as hooks:
             with self._fail_safe():
                 hooks.enter_context(watched(_Meetings(self, before), self._calls))
+                hooks.enter_context(watching(self._has_compiled))
             self._hooks.append(hooks)
             yield
 
@@ -348,6 +414,20 @@ class Recorder:
         """Leave a remark of `step`, or of the step that this thread is in."""
         self._write(Note(text, self.step_here() if step is None else step), time.thread_time())
 
+    def compile_cache(
+        self,
+        *,
+        role: Literal["leader", "follower", "alone"],
+        leader: int = -1,
+        waited: float = 0.0,
+        hit: bool = False,
+        files: int = 0,
+        bytes: int = 0,
+        why: str = "",
+    ) -> None:
+        """Leave how this rank came to its compiled code: see `CompileCache`."""
+        self._write(CompileCache(role, leader, waited, hit, files, bytes, why), time.thread_time())
+
     def started(self) -> None:
         """Say that the start-up is over, unless a step FIRST_STEP follows: what is used from here on is training's."""
         if not self._silent():
@@ -399,6 +479,31 @@ class Recorder:
         global _current
         _current = self._before.pop()
         self.close()
+
+    def _has_compiled(self, compiled: Compiled) -> None:
+        """Write down a turn of the compiler, whose times are those of `time.perf_counter`, on the thread it was on."""
+        entered = time.thread_time()
+        compiled = replace(
+            compiled,
+            start=compiled.start - self._zero,
+            end=compiled.end - self._zero,
+            lane=self._lane(),
+            step=self.step_here(),
+        )
+        span = Span(
+            compiled.name,
+            compiled.start,
+            compiled.end,
+            rank=self.rank,
+            lane=compiled.lane,
+            kind="compile",
+            stage="compile",
+            step=compiled.step,
+            call_site=compiled.place,
+            error=compiled.failure.partition(":")[0],
+        )
+        self._write(span, entered)
+        self._write(compiled, time.thread_time())
 
     def step_here(self) -> str:
         """The name of the step that this thread is in, empty outside one."""
@@ -539,7 +644,7 @@ class Recorder:
         if isinstance(record, Span):
             line = msgspec.json.encode(record if record.rank == self.rank else replace(record, rank=self.rank))
         else:
-            if isinstance(record, Digest | Note | Usage):
+            if isinstance(record, Digest | Note | Usage | Compiled | CompileCache):
                 record = replace(record, rank=self.rank)
             line = msgspec.json.encode({"kind": _LINE[type(record)], **msgspec.to_builtins(record)})
         assert self._file is not None
@@ -571,9 +676,18 @@ class _Group:
     ranks: tuple[int, ...]
 
 
-_Record = Span | Digest | Note | Usage | _Group
+_Record = Span | Digest | Note | Usage | Compiled | CompileCache | _Group
 
-_LINE = {Header: "header", Digest: "digest", Note: "note", Usage: "usage", _Group: "group", Trailer: "trailer"}
+_LINE = {
+    Header: "header",
+    Digest: "digest",
+    Note: "note",
+    Usage: "usage",
+    Compiled: "compiled",
+    CompileCache: "compile_cache",
+    _Group: "group",
+    Trailer: "trailer",
+}
 
 
 class _Meetings:

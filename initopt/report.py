@@ -28,13 +28,14 @@ from initopt.chain import (
     split,
     steps_of,
 )
+from initopt.compiles import cache_use, compiled_in, compiled_on, sharing, total
 from initopt.ett import JOBS, LOST_WORK, NOT_COUNTED, Job, ett, gain, time_to_recover
 from initopt.rank_numbers import ranks_in_short
 from initopt.runs import RecordError
 from initopt.simulate import simulate
 
 if TYPE_CHECKING:
-    from initopt.record import Span
+    from initopt.record import Compiled, Span
     from initopt.runs import Run
 
 JSON_VERSION = 1
@@ -64,7 +65,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step in `blame`, times in seconds. `slack` is None in a run without a graph."""
+    """One step in `blame`, times in seconds. `slack` is None without a graph, `compiling` a part of `work`."""
 
     step: str
     lane: str
@@ -73,6 +74,7 @@ class Row:
     wait: float
     slack: float | None
     note: str = ""
+    compiling: float = 0.0
 
 
 def seconds(value: float) -> str:
@@ -148,6 +150,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         total=parts.total,
         planned=None,
         core_bound=run.core_bound,
+        compile=_compile_data(run, median),
         notes=[asdict(note) for note in run.notes],
     )
     lines = _head(run, width)
@@ -169,6 +172,9 @@ def summary(run: Run, *, width: int = 80) -> View:
         lines.append(Text.assemble(f"{value:>9}  ", (f"{name:<6}", style), f"  {meaning[name]}"))
     lines.append(Text())
     lines += _notes(run, width)
+    if data["compile"] is not None:
+        lines += _wrap(_compile_line(run, median), width)
+        lines += _warned(_compiled_elsewhere(run, median), width)
     if run.graph is not None:
         end = max(span.end for span in planned(run, median))
         lanes = len(run.graph.lanes())
@@ -179,19 +185,22 @@ def summary(run: Run, *, width: int = 80) -> View:
         full = f"CPU work that fills all cores of the host for {seconds(run.core_bound)}: overlap can't go below that"
         lines += _wrap(full, width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
-    lines.append(_next("blame", "critical-chain", "plot"))
+    more = ("compile",) if data["compile"] is not None else ()
+    lines.append(_next("blame", "critical-chain", "plot", *more))
     return View(tuple(lines), data)
 
 
 def blame_rows(run: Run, rank: int) -> list[Row]:
     """The steps of one rank, the longest first."""
     slack = run.graph.slack(_per_step(run, rank, waits=True)) if run.graph is not None else {}
+    inside = compiled_in(run, rank)
     rows = []
     for span in steps_of(run, rank):
-        note = f"failed: {span.error}" if span.error else _why(run, span)
-        rows.append(
-            Row(span.name, span.lane, span.end - span.start, _work(span), span.wait, slack.get(span.name), note)
-        )
+        compiling = sum(one.end - one.start for one in inside.get((span.name, span.start), ()))
+        notes = [f"failed: {span.error}" if span.error else _why(run, span)]
+        notes.append(f"{seconds(compiling)} compiling" if compiling > SKEW else "")
+        took, work, note = span.end - span.start, _work(span), ", ".join(note for note in notes if note)
+        rows.append(Row(span.name, span.lane, took, work, span.wait, slack.get(span.name), note, compiling))
     return sorted(rows, key=lambda row: -row.took)
 
 
@@ -224,7 +233,9 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
         line.append(f"  {row.lane:<{lanes}}  ", style=QUIET)
         whole = max(1, round(row.took * scale)) if row.took > 0 else 0
         waiting = min(whole, round(row.wait * scale))
-        line.append("█" * (whole - waiting), style=style or "white")
+        compiling = min(whole - waiting, round(row.compiling * scale))
+        line.append("█" * (whole - waiting - compiling), style=style or "white")
+        line.append("▒" * compiling, style=style or "white")
         line.append("░" * waiting, style="yellow")
         if row.note and beside:
             line.append(" " * (bar - whole + 2) + row.note)
@@ -237,10 +248,11 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
         more = f"{len(rest)} more {'step' if len(rest) == 1 else 'steps'}"
         lines.append(Text(f"{more}, {seconds(sum(row.took for row in rest))} together (--all)", style=QUIET))
     lines.append(Text())
-    lines.append(Text("█ work  ░ wait for other ranks", style=QUIET))
+    compiled = any(row.compiling > SKEW for row in shown)
+    lines += _wrap(f"█ work  {'▒ of it compiling  ' if compiled else ''}░ wait for other ranks", width, QUIET)
     if with_slack:
         lines += _wrap("slack: a step may grow by this much before the graph's longest chain grows", width, QUIET)
-    lines.append(_next("critical-chain", "plot"))
+    lines.append(_next("critical-chain", "plot", *(("compile",) if compiled else ())))
     return View(tuple(lines), data)
 
 
@@ -250,7 +262,9 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     Raises RecordError for a rank that is not there or did not reach its first batch.
     """
     links = critical_chain(run, None if rank is None else chosen_rank(run, rank))
-    data = {**about(run), "chain": [asdict(link) for link in links]}
+    compiling = [_compiling(run, link) for link in links]
+    chain = [{**asdict(link), "compiling": spent} for link, spent in zip(links, compiling, strict=True)]
+    data = {**about(run), "chain": chain}
     total = run.first_batch(links[0].rank)
     shown = [link for link in links if link.step != UNNAMED or link.took > 0.01 * total]
     deep = 2 if 2 * len(shown) <= width // 2 else (1 if len(shown) <= width // 2 else 0)
@@ -270,6 +284,9 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
         note = f"{seconds(link.wait)} waiting for rank {link.waited_for}" if link.waited_for is not None else ""
         if note and run.headers[link.waited_for or 0].host != run.headers[link.rank].host:
             note += f" (host {run.headers[link.waited_for or 0].host})"
+        spent = compiling[links.index(link)]
+        if spent > SKEW:
+            note = ", ".join([f"{seconds(spent)} compiling", *([note] if note else [])])
         under = " " * (deep * depth)
         if note and line.cell_len + 3 + len(note) <= width:
             line.append("   " + note, style="yellow")
@@ -288,6 +305,132 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     lines += _wrap(_decided(run, links), width)
     lines.append(_next("blame", "plot"))
     return View(tuple(lines), data)
+
+
+def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
+    """What torch's compiler did on one rank (the median one by default), step by step, and who waited for whom.
+
+    It is a finding where a graph was compiled anew or not at all: on `rank`, or on any where none is asked for.
+    """
+    everybody = rank is None
+    rank = chosen_rank(run, rank)
+    turns = compiled_on(run, rank)
+    data = {
+        **about(run),
+        "rank": rank,
+        "compile": _compile_data(run, rank),
+        "graphs": [{**asdict(one), "took": one.end - one.start, "cache": cache_use(one)} for one in turns],
+        "ranks": {str(r): asdict(total(compiled_on(run, r))) for r in run.headers},
+        "caches": [asdict(cache) for cache in run.compile_caches],
+    }
+    lines = _head(run, width)
+    which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
+    if turns or run.compile_caches:
+        lines += _wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}: {_compile_line(run, rank)}", width)
+    if turns:
+        lines += [Text(), Text("    took  dynamo     aot backend  cache   pass   graph", style=QUIET)]
+        at = ""
+        for one in turns:
+            if one.step != at or one is turns[0]:
+                at = one.step
+                lines.append(Text(f"in {at or 'no step'}, on {one.lane}", style="bold"))
+            lines += _turn(one, width)
+        whole = total(turns)
+        lines.append(Text())
+        legend = ["aot: AOTAutograd and its cache"]
+        legend += [f"backend: {seconds(whole.code_gen)} of it code generation"] if whole.code_gen > SKEW else []
+        legend += ["part: lowered anew, its code was there"] if "part" in map(cache_use, turns) else []
+        lines += _wrap("; ".join(legend), width, QUIET)
+    else:
+        lines += _wrap(f"torch's compiler did nothing on rank {rank}, as far as this was recorded.", width)
+    lines += [line for text in _caches(run) for line in _wrap(text, width, indent=2)]
+    elsewhere = _compiled_elsewhere(run, rank) if everybody else []
+    lines += _warned(elsewhere, width)
+    lines.append(_next("blame", "critical-chain"))
+    return View(tuple(lines), data, finding=bool(elsewhere) or _troubled(run, rank))
+
+
+def _turn(one: Compiled, width: int) -> list[Text]:
+    times = (one.end - one.start, one.dynamo, one.aot_autograd, one.backend)
+    passes = {"forward": "fw", "backward": "bw", "both": "fw+bw"}[one.direction]
+    line = Text("".join(f"{_dot(time):>8}" for time in times))
+    line.append(f"  {cache_use(one) or '·':<6}  {passes:<5}  ")
+    bad = one.recompile_reason or one.failure
+    name, file = one.name, one.place.rpartition("/")[2]
+    line.append(name, style=LONGEST if bad else "")
+    if file and line.cell_len + 2 + len(file) <= width:
+        line.append(f"  {file}", style=QUIET)
+    said = [f"failed: {one.failure}"] if one.failure else []
+    said += [f"compiled anew: {one.recompile_reason}"] if one.recompile_reason else []
+    said += [f"graph break: {text}" for text in one.breaks] + [f"traced again: {text}" for text in one.restarts]
+    style = LONGEST if bad else QUIET
+    return [line, *(part for text in said for part in _wrap(f"        └ {text}", width, style, indent=10))]
+
+
+def _compile_data(run: Run, rank: int) -> dict[str, Any] | None:
+    """What was compiled on a rank, and who waited; None where neither is known."""
+    turns, shared = compiled_on(run, rank), sharing(run)
+    if not turns and shared is None:
+        return None
+    return {**asdict(total(turns)), "sharing": asdict(shared) if shared is not None else None}
+
+
+def _compile_line(run: Run, rank: int) -> str:
+    whole = total(compiled_on(run, rank))
+    parts = [_count(whole.graphs, "graph"), f"{whole.from_cache} from cache", f"{whole.recompiled} recompiled"]
+    parts += [_count(whole.breaks, "graph break")] if whole.breaks else []
+    parts += [f"{whole.failed} failed"] if whole.failed else []
+    line = f"compile {seconds(whole.took)}: {', '.join(parts)}"
+    shared = sharing(run)
+    said = []
+    if shared is not None and shared.leaders:
+        said.append(f"{_ranks(shared.leaders)} led")
+    if shared is not None and shared.waited > SKEW:
+        said.append(f"{_ranks(shared.followers)} waited {seconds(shared.waited)}")
+    return "; ".join([line, ", ".join(said)] if said else [line])
+
+
+def _troubled(run: Run, rank: int) -> bool:
+    whole = total(compiled_on(run, rank))
+    return bool(whole.recompiled or whole.failed)
+
+
+def _compiled_elsewhere(run: Run, rank: int) -> list[str]:
+    """That other ranks than the one shown compiled anew, which it would hide."""
+    others = [other for other in run.headers if other != rank and _troubled(run, other)]
+    return [f"{_ranks(others)} compiled anew, or failed to (initopt compile --rank {others[0]})"] if others else []
+
+
+def _caches(run: Run) -> list[str]:
+    """What the ranks said of the compile cache, those that said the same in one sentence."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    waited = {cache.rank: cache.waited for cache in run.compile_caches}
+    for cache in sorted(run.compile_caches, key=lambda cache: cache.rank):
+        role = {"leader": "led", "follower": f"followed rank {cache.leader}", "alone": "went alone"}[cache.role]
+        there = f"the code was {'' if cache.hit else 'not '}there{f' ({cache.why})' if cache.why else ''}"
+        size = f"{_count(cache.files, 'file')}, {cache.bytes / 2**20:.1f} MB" if cache.files else ""
+        alike.setdefault((role, there, size), []).append(cache.rank)
+    said = []
+    for (role, there, size), ranks in alike.items():
+        longest = max(waited[rank] for rank in ranks)
+        wait = f"waited {'up to ' if len(ranks) > 1 else ''}{seconds(longest)}" if longest > SKEW else ""
+        said.append(f"{_ranks(ranks).capitalize()} {role}: {'; '.join(part for part in (there, wait, size) if part)}")
+    return said
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_in_short(ranks)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _compiling(run: Run, link: Link) -> float:
+    """Seconds of a link in which its step compiled."""
+    end = link.start + link.took
+    inside = compiled_in(run, link.rank).get((link.step, link.start), ())
+    return sum(min(one.end, end) - one.start for one in inside if one.start < end)
 
 
 def ett_view(

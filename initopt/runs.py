@@ -16,7 +16,20 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from initopt.record import FIRST_STEP, FORMAT, Digest, Header, Note, Span, Trailer, Usage, run_numbers, run_root
+from initopt.record import (
+    FIRST_STEP,
+    FORMAT,
+    CompileCache,
+    Compiled,
+    Digest,
+    Header,
+    Note,
+    Span,
+    Trailer,
+    Usage,
+    run_numbers,
+    run_root,
+)
 
 if TYPE_CHECKING:
     from initopt.graph import Graph
@@ -41,7 +54,8 @@ _LEFT_TOGETHER = frozenset(
 """The meetings that no rank leaves before the last one came, and that end on all of them at nearly the same moment."""
 
 Meeting = tuple[str, int]
-_Record = TypeVar("_Record", Header, Span, Digest, Note, Usage, Trailer)
+_Record = TypeVar("_Record", Header, Span, Digest, Note, Usage, Compiled, CompileCache, Trailer)
+_Timed = TypeVar("_Timed", Span, Compiled)
 
 
 class RecordError(ValueError):
@@ -74,7 +88,8 @@ class Run:
     """All spans of one start-up on all ranks. Seconds; zero is the earliest process start of any rank.
 
     `spans` are in order of their start. `zero` is the process start of each rank. `groups` are the global ranks of each
-    process group that was seen. `missing_ranks` left no file. `warnings` say what the run can't be trusted in.
+    process group that was seen. `compiled` is what torch's compiler did, `compile_caches` how the ranks came to their
+    compiled code. `missing_ranks` left no file. `warnings` say what the run can't be trusted in.
     """
 
     number: int
@@ -87,6 +102,8 @@ class Run:
     notes: tuple[Note, ...] = ()
     trailers: Mapping[int, Trailer] = field(default_factory=dict)
     usages: Mapping[int, Usage] = field(default_factory=dict)
+    compiled: tuple[Compiled, ...] = ()
+    compile_caches: tuple[CompileCache, ...] = ()
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     missing_ranks: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -190,6 +207,8 @@ class _File:
     spans: list[Span] = field(default_factory=list)
     digests: list[Digest] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    compiled: list[Compiled] = field(default_factory=list)
+    compile_caches: list[CompileCache] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     trailer: Trailer | None = None
     usage: Usage | None = None
@@ -216,7 +235,7 @@ def _read(path: Path) -> _File:
             if isinstance(written, int) and written > FORMAT:
                 raise RecordError(path, f"written by a newer initopt: format {written}, this reads {FORMAT}", number)
             file.header = _convert(Header, values, path, number)
-        elif kind in ("import", "step", "collective"):
+        elif kind in ("import", "step", "collective", "compile"):
             file.spans.append(_convert(Span, values, path, number))
         elif kind == "digest":
             file.digests.append(_convert(Digest, values, path, number))
@@ -227,6 +246,10 @@ def _read(path: Path) -> _File:
                 raise RecordError(path, f"a group needs `name` and `ranks`: {error}", number) from None
         elif kind == "note":
             file.notes.append(_convert(Note, values, path, number))
+        elif kind == "compiled":
+            file.compiled.append(_convert(Compiled, values, path, number))
+        elif kind == "compile_cache":
+            file.compile_caches.append(_convert(CompileCache, values, path, number))
         elif kind == "usage":
             file.usage = _convert(Usage, values, path, number)
         elif kind == "trailer":
@@ -279,6 +302,7 @@ def _joined(path: Path, files: list[_File]) -> Run:
     first = min(zero.values())
     zero = {rank: start - first for rank, start in zero.items()}
     spans = [_moved(span, zero[file.header.rank]) for file in files if file.header for span in file.spans]
+    compiled = [_moved(one, zero[file.header.rank]) for file in files if file.header for one in file.compiled]
 
     spans = _with_waits(spans, warnings)
     graph = None
@@ -302,6 +326,8 @@ def _joined(path: Path, files: list[_File]) -> Run:
         digests=tuple(digest for file in files for digest in file.digests),
         notes=tuple(note for file in files for note in file.notes),
         trailers={file.trailer.rank: file.trailer for file in files if file.trailer is not None},
+        compiled=tuple(sorted(compiled, key=lambda one: (one.start, one.rank))),
+        compile_caches=tuple(cache for file in files for cache in file.compile_caches),
         usages={file.usage.rank: file.usage for file in files if file.usage is not None},
         groups=groups,
         missing_ranks=missing,
@@ -309,8 +335,8 @@ def _joined(path: Path, files: list[_File]) -> Run:
     )
 
 
-def _moved(span: Span, by: float) -> Span:
-    return replace(span, start=span.start + by, end=span.end + by)
+def _moved(one: _Timed, by: float) -> _Timed:
+    return replace(one, start=one.start + by, end=one.end + by)
 
 
 def _clock(header: Header) -> str:

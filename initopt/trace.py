@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from initopt.chain import critical_chain, finished_ranks, steps_of
 from initopt.report import labels, title
 
 if TYPE_CHECKING:
-    from initopt.record import Span
+    from initopt.record import Compiled, Span
     from initopt.runs import Run
 
 _LANES = 1000
@@ -37,8 +38,10 @@ def chrome_trace(run: Run) -> dict[str, Any]:
         threads = {lane: rank * _LANES + place for place, lane in enumerate(lanes, 1)}
         for lane, thread in threads.items():
             events += _named("thread", process, thread, f"rank {rank} {lane}")
+        turns = {(one.name, one.start): _turn(one) for one in run.compiled if one.rank == rank}
         for span in spans:
-            events.append(_slice(span, process, threads[span.lane]))
+            more = turns.get((span.name, span.start), {}) if span.kind == "compile" else {}
+            events.append(_slice(span, process, threads[span.lane], more))
         events += _arrows(run, rank, process, threads)
     if finished_ranks(run):
         events += _named("process", 0, 0, "longest chain")
@@ -86,7 +89,13 @@ def _arrows(run: Run, rank: int, process: int, threads: dict[str, int]) -> list[
     return events
 
 
-def _slice(span: Span, process: int, thread: int) -> dict[str, Any]:
+def _turn(one: Compiled) -> dict[str, Any]:
+    """What a turn of the compiler has to say beside its times."""
+    known = asdict(one)
+    return {name: known[name] for name in known if name not in ("name", "start", "end", "rank", "lane", "step")}
+
+
+def _slice(span: Span, process: int, thread: int, more: Mapping[str, Any]) -> dict[str, Any]:
     about = {
         "work": span.end - span.start - span.wait,
         "wait": span.wait,
@@ -95,6 +104,7 @@ def _slice(span: Span, process: int, thread: int) -> dict[str, Any]:
         "bytes": span.bytes,
         "call_site": span.call_site,
         "error": span.error,
+        **more,
     }
     return {
         "name": span.name,
@@ -104,7 +114,9 @@ def _slice(span: Span, process: int, thread: int) -> dict[str, Any]:
         "tid": thread,
         "ts": _micro(span.start),
         "dur": _micro(span.end - span.start),
-        "args": {key: value for key, value in about.items() if value not in (None, "") and (key != "bytes" or value)},
+        "args": {
+            key: value for key, value in about.items() if value not in (None, "", ()) and (key != "bytes" or value)
+        },
     }
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from initopt.graph import Graph, Step
-from initopt.record import Digest, Header, Span, Trailer, Usage
+from initopt.record import CompileCache, Compiled, Digest, Header, Span, Trailer, Usage
 
 BORN = 1_795_857_240.0
 """Unix time of the first process start: 2026-11-28 09:14 UTC."""
@@ -89,6 +89,66 @@ def overlapped_spans() -> list[list[Span]]:
     return spans
 
 
+def compiled_spans() -> tuple[list[list[Span]], list[Compiled | CompileCache]]:
+    """The overlapped spans, and what was compiled in them: ahead by all ranks, and once more by rank 2.
+
+    Rank 0 led, the others waited for it for 2.5 seconds in their step `compile`.
+    """
+    spans = overlapped_spans()
+    found: list[Compiled | CompileCache] = []
+    for rank in range(3):
+        start = next(span.start for span in spans[rank] if span.name == "compile")
+        cached = "miss" if rank == 0 else "hit"
+        took = (1.0, 1.0, 1.8) if rank == 0 else (0.2, 0.2, 0.4)
+        now = start if rank == 0 else start + 2.5
+        for name, seconds in zip(("Dense.forward", "Interaction.forward", "Over.forward"), took, strict=True):
+            turn = _turn(name, now, now + seconds, rank, "compile", cached)
+            found.append(turn)
+            now = turn.end
+        wait = 0.0 if rank == 0 else 2.5
+        role, hit = ("leader" if rank == 0 else "follower"), rank > 0
+        why = "no bundle for this key" if rank == 0 else ""
+        found.append(CompileCache(role, 0, wait, hit, 24, 1_258_291, why, rank))  # type: ignore[arg-type]
+    first = next(span.start for span in spans[2] if span.name == "first_step")
+    late = _turn("Over.forward", first + 0.05, first + 0.25, 2, "first_step", "miss")
+    size = "tensor 'x' size mismatch at index 0. expected 128, actual 64"
+    found.append(replace(late, compile_id="2/1", direction="forward", recompile_reason=size))
+    broken = _turn("Metrics.forward", first + 0.25, first + 0.3, 2, "first_step", "")
+    failure = "Unsupported: Data-dependent branching (metrics.py:14)"
+    found.append(replace(broken, operations=0, direction="forward", backend=0.0, code_gen=0.0, failure=failure))
+    for one in found:
+        if isinstance(one, Compiled):
+            kind = {"kind": "compile", "stage": "compile", "step": one.step, "call_site": one.place}
+            error = one.failure.partition(":")[0]
+            span = Span(one.name, one.start, one.end, one.rank, one.lane, error=error, **kind)  # type: ignore[arg-type]
+            spans[one.rank].append(span)
+    return spans, found
+
+
+def _turn(name: str, start: float, end: float, rank: int, step: str, cached: str) -> Compiled:
+    took = end - start
+    breaks = ("Call to `print` (model.py:70)",) if name.startswith("Inter") and cached == "miss" else ()
+    return Compiled(
+        name,
+        f"model.py:{40 + len(name)}",
+        start,
+        end,
+        compile_id="0/0",
+        direction="both",
+        operations=4,
+        dynamo=0.1 * took,
+        aot_autograd=0.2 * took if cached == "miss" else 0.9 * took,
+        backend=0.7 * took if cached == "miss" else 0.0,
+        code_gen=0.6 * took if cached == "miss" else 0.0,
+        aot_autograd_cache=cached,  # type: ignore[arg-type]
+        fx_graph_cache=cached,  # type: ignore[arg-type]
+        breaks=breaks,
+        rank=rank,
+        lane="process:compile" if step == "compile" else "main",
+        step=step,
+    )
+
+
 def write_run(
     root: Path,
     spans: Iterable[Iterable[Span]],
@@ -100,8 +160,10 @@ def write_run(
     digests: Mapping[str, str] | None = None,
     world_size: int | None = None,
     cpu: float = 9.5,
+    compiles: Iterable[Compiled | CompileCache] = (),
 ) -> Path:
-    """Write a run under `root` and give its directory."""
+    """Write a run under `root` and give its directory. `compiles` go to the ranks that they name."""
+    compiles = list(compiles)
     path = root / f"{number:04}"
     path.mkdir(parents=True)
     ranks = [list(of_rank) for of_rank in spans]
@@ -126,6 +188,10 @@ def write_run(
         lines += [asdict(replace(span, rank=rank, wait=0.0)) for span in of_rank]
         for name, sha256 in (digests or {}).items():
             lines.append({"kind": "digest", **asdict(Digest(name, sha256, rank))})
+        for one in compiles:
+            if one.rank == rank:
+                kind = "compiled" if isinstance(one, Compiled) else "compile_cache"
+                lines.append({"kind": kind, **asdict(one)})
         lines.append({"kind": "usage", **asdict(Usage(end, cpu, rank))})
         lines.append({"kind": "trailer", **asdict(Trailer(rank, end, 0.012, 2**30))})
         (path / f"rank{rank:05}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from initopt import bench, cli
 from tests.golden import check_golden
-from tests.synthetic import overlapped_spans, serial_spans, write_run
+from tests.synthetic import compiled_spans, overlapped_spans, serial_spans, write_run
 from tests.test_report import measurement
 
 LABEL = "emulated: 20 ms per collective"
@@ -66,7 +66,18 @@ def test_the_root_can_be_given(root: Path, tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["7"], ["blame"], ["critical-chain"], ["plot"], ["draw"], ["ett"], ["ett", "--baseline", "7"], ["bench"]],
+    [
+        [],
+        ["7"],
+        ["blame"],
+        ["critical-chain"],
+        ["compile"],
+        ["plot"],
+        ["draw"],
+        ["ett"],
+        ["ett", "--baseline", "7"],
+        ["bench"],
+    ],
 )
 def test_every_verb_has_its_data_as_json(words: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(root, measurement())
@@ -75,7 +86,7 @@ def test_every_verb_has_its_data_as_json(words: list[str], root: Path, capsys: p
     assert data["version"] == 1
 
 
-@pytest.mark.parametrize("words", [[], ["blame"], ["critical-chain"], ["ett"]])
+@pytest.mark.parametrize("words", [[], ["blame"], ["critical-chain"], ["compile"], ["ett"]])
 def test_a_pipe_gets_80_columns_and_no_colour(words: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 0
     out = capsys.readouterr().out
@@ -140,7 +151,7 @@ def test_what_can_not_be_done_says_why(
     assert out == ""
 
 
-@pytest.mark.parametrize("words", [[], ["blame"], ["plot"], ["draw"], ["ett"], ["critical-chain"]])
+@pytest.mark.parametrize("words", [[], ["blame"], ["plot"], ["draw"], ["ett"], ["critical-chain"], ["compile"]])
 def test_without_runs_it_says_how_to_record_one(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +167,17 @@ def test_a_start_up_that_stopped_is_a_finding(
     write_run(tmp_path / ".initopt", [spans[:4] for spans in serial_spans()])
     assert run() == 1
     assert "No rank reached its first batch." in capsys.readouterr().out
+
+
+def test_a_graph_that_was_compiled_anew_is_a_finding_of_its_rank(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spans, compiles = compiled_spans()
+    write_run(root, spans, number=9, mode="overlap", compiles=compiles)
+    assert run("compile", "--rank", "0") == 0
+    assert "compiled anew" not in capsys.readouterr().out
+    assert run("compile", "--rank", "2") == run("compile") == 1
+    assert run() == 0
 
 
 def test_blame_shows_all_steps(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +323,7 @@ def test_the_chain_of_a_rank_that_is_asked_for(root: Path, capsys: pytest.Captur
 def test_help_names_the_verbs(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(option) == 0
     out = capsys.readouterr().out
-    for verb in ("blame", "critical-chain", "plot", "draw", "ett", "bench"):
+    for verb in ("blame", "critical-chain", "compile", "plot", "draw", "ett", "bench"):
         assert f"\n  {verb} " in out
     assert "..." not in out.partition("Commands:")[2]
 

@@ -13,7 +13,7 @@ from initopt import bench, report
 from initopt.record import Span
 from initopt.runs import RecordError, Run
 from tests.golden import check_golden
-from tests.synthetic import BORN, GRAPH, overlapped_spans, serial_spans, write_run
+from tests.synthetic import BORN, GRAPH, compiled_spans, overlapped_spans, serial_spans, write_run
 
 LABEL = "emulated: reader first batch 5 s, 20 ms per collective"
 
@@ -36,6 +36,13 @@ def serial(tmp_path: Path) -> Run:
 def overlapped(tmp_path: Path) -> Run:
     path = write_run(tmp_path, overlapped_spans(), number=8, mode="overlap", labels=(LABEL,))
     return replace(Run.load(path), path=Path(".initopt/0008"))
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Run:
+    spans, compiles = compiled_spans()
+    path = write_run(tmp_path, spans, number=10, mode="overlap", labels=(LABEL,), compiles=compiles)
+    return replace(Run.load(path), path=Path(".initopt/0010"))
 
 
 @pytest.fixture
@@ -88,6 +95,14 @@ def test_views_look_as_they_did(name: str, kind: str, request: pytest.FixtureReq
     check_golden(f"{name}_{kind}.txt", VIEWS[name](run).plain + "\n")
 
 
+def test_what_was_compiled_looks_as_it_did(compiled: Run) -> None:
+    check_golden("summary_compiled.txt", report.summary(compiled).plain + "\n")
+    check_golden("compile.txt", report.compile_view(compiled).plain + "\n")
+    check_golden("compile_rank2.txt", report.compile_view(compiled, 2).plain + "\n")
+    check_golden("blame_compiled.txt", report.blame(compiled, 2).plain + "\n")
+    check_golden("chain_compiled.txt", report.chain_view(compiled, 2).plain + "\n")
+
+
 def test_the_gain_over_a_baseline_looks_as_it_did(overlapped: Run, stock: Run) -> None:
     check_golden("ett_baseline.txt", report.ett_view(overlapped, stock).plain + "\n")
 
@@ -122,9 +137,11 @@ def test_a_measurement_that_passes_is_no_finding() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
-@pytest.mark.parametrize("name", VIEWS)
-def test_no_line_is_wider_than_the_terminal(name: str, width: int, serial: Run) -> None:
-    view = {**VIEWS, "blame": report.blame}[name](serial, width=width)  # type: ignore[call-arg]
+@pytest.mark.parametrize("kind", ["serial", "compiled"])
+@pytest.mark.parametrize("name", [*VIEWS, "compile"])
+def test_no_line_is_wider_than_the_terminal(name: str, kind: str, width: int, request: pytest.FixtureRequest) -> None:
+    run: Run = request.getfixturevalue(kind)
+    view = {**VIEWS, "compile": report.compile_view}[name](run, width=width)  # type: ignore[call-arg]
     fixed = ("@ when", "@ it", "    took", "next:", "job", "1 h", "4 h", "24 h", "7 days", "   ")
     for line in view.plain.splitlines():
         assert len(line) <= max(width, 80 if line.startswith(fixed) else 0), line

@@ -72,7 +72,7 @@ def _export(run: Run, rank: int) -> None:
         )
         if span.error:
             exported.set_status(trace.Status(trace.StatusCode.ERROR, span.error))
-        if span.kind != "collective":
+        if span.kind in ("import", "step"):
             contexts[span.name] = trace.set_span_in_context(exported)
         exported.end(_nanoseconds(zero + span.end))
     root.end(_nanoseconds(zero + max((span.end for span in spans), default=run.zero[rank])))

@@ -20,6 +20,7 @@ import functools
 import inspect
 import itertools
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -126,7 +127,7 @@ class TrainerStartup(Startup):
 
         def first(batches: Iterator[Any]) -> Any:
             del pipeline.progress
-            start = recorder.now()
+            start, began = recorder.now(), time.time()
             error = ""
             try:
                 with recorder.collectives(), recorder.current_step(FIRST_STEP, lane=_FIRST_STEP.lane):
@@ -148,12 +149,12 @@ class TrainerStartup(Startup):
                 recorder.add(span)
                 if own:
                     self._close(recorder)
-            self._after_first_step(warmed if ready.values.get("compile_warmup") else 0)
+            self._after_first_step(warmed if ready.values.get("compile_warmup") else 0, began)
             return result
 
         pipeline.progress = first
 
-    def _after_first_step(self, warmed: int) -> None:
+    def _after_first_step(self, warmed: int, began: float) -> None:
         if self.collective_timeout is not None:
             from torch import distributed
 
@@ -161,11 +162,14 @@ class TrainerStartup(Startup):
             distributed.distributed_c10d._set_pg_timeout(limit, distributed.group.WORLD)
         more = self.compile.graphs() - warmed if warmed and self.compile is not None else 0
         if more > 0:
+            anew = initopt.recompiled_since(began)
+            because = (
+                f"an example of `compile` does not match what the model passes, {'; '.join(anew)}"
+                if anew
+                else "a part has no example, or a graph break, behind which a warm-up does not get (`initopt compile`)"
+            )
             warnings.warn(
-                f"initopt: the first batch compiled {more} more graphs than the warm-up had: an example of `compile` "
-                "does not match what the model passes (TORCH_LOGS=recompiles names the guard), or a part has a graph "
-                "break, behind which a warm-up does not get (TORCH_LOGS=graph_breaks)",
-                stacklevel=2,
+                f"initopt: the first batch compiled {more} more graphs than the warm-up had: {because}", stacklevel=2
             )
 
 
@@ -331,7 +335,7 @@ def trainer(
     if compile is not None:
         # Beside planning it would only fight for the interpreter's lock (both are Python through and through).
         about = {"lane": "io:compile", "uses": "compile", "after": "own_plan", "pauses": True}
-        step(compile_warmup, "compile_warmup", "pre_train", **about)
+        step(compile_warmup, "compile_warmup", "compile", **about)
     # Its sampler may draw, and without workers the data set may, too.
     step(first_batch, "first_batch", "get_first_batch_data", lane="io:data", uses="rng")
     step(batches, "batches", "get_first_batch_data")

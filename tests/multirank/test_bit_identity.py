@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from initopt.compiles import compiled_on, total
+from initopt.runs import Run
 from tests.multirank.forked import fork_ranks
 
 SHARDINGS = ("table_wise", "column_wise", "row_wise", "data_parallel")
@@ -103,3 +105,22 @@ def test_compiled_parts_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     chosen = config(compile=True)
     expected = fork_ranks(stock, chosen, timeout=350)
     assert fork_ranks(started, chosen, timeout=350) == expected
+
+    by_stock, ahead = (Run.load(tmp_path / "runs" / number) for number in ("0001", "0002"))
+    for rank in range(2):
+        # Stock compiles in its first step, every backward graph when it comes to it. Inside DDP torch cuts a graph up.
+        turns = compiled_on(by_stock, rank)
+        assert {turn.step for turn in turns} == {"first_step"}
+        forward = [turn.name for turn in turns if turn.direction == "forward"]
+        assert forward == ["DenseArch.forward", "InteractionArch.forward", "OverArch.forward"]
+        assert {turn.name for turn in turns if turn.direction == "backward"} == set(forward)
+        assert ["DDPOptimizer" in "".join(turn.breaks) for turn in turns[:3]] == [False, False, True]
+        # With initopt all of it is there before, from what stock left on the disk.
+        turns = compiled_on(ahead, rank)
+        assert {(turn.step, turn.lane, turn.direction) for turn in turns} == {("compile_warmup", "io:compile", "both")}
+        found = total(turns)
+        assert (found.graphs, found.recompiled, found.failed) == (3, 0, 0)
+        assert {span.name for span in ahead.of_rank(rank) if span.stage == "compile"} == {
+            "compile_warmup",
+            *(turn.name for turn in turns),
+        }
