@@ -86,7 +86,7 @@ def _about(entry: Entry, first: Entry, width: int) -> list[Text]:
         shown = tuple(entry.parts)
     else:
         shown = _differs(entry, first)
-        lines = _wrap(f"{name} differs from it in {', '.join(shown)}:", width, indent=2)
+        lines = _wrap(f"{name} differs from it in {_plural(len(shown), 'part')}:", width)
     for part in shown:
         lines += _wrap(f"{part}: {_clipped(entry.parts.get(part, 'none'))}", width, indent=4, first=2)
     return lines

@@ -116,7 +116,9 @@ def _read(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise SigningKeyError(f"the key file {path} can't be read: {error.strerror}") from error
+        raise SigningKeyError(
+            f"the key file {path} can't be read: {error.strerror}. Set {SECRET}, or name another file by {FILE}"
+        ) from error
     try:
         # Asked of the open file: the name may lead elsewhere by now.
         about = os.fstat(file)

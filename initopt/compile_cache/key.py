@@ -207,24 +207,21 @@ def _inductor() -> str:
 @functools.cache
 def _cpu() -> str:
     """The processors of this machine: who made them, which, and a digest of what they can do."""
-    wanted = ("vendor_id", "CPU implementer", "cpu family", "model", "CPU part", "stepping", "flags", "Features")
+    about = ("vendor_id", "CPU implementer", "cpu family", "model", "CPU part", "stepping")
     kinds: set[tuple[str, ...]] = set()
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
     for block in text.split("\n\n"):
-        fields = dict(line.split(":", 1) for line in block.splitlines() if ":" in line)
-        fields = {name.strip(): value.strip() for name, value in fields.items()}
-        if found := tuple(fields.get(name, "") for name in wanted):
-            kinds.add(found)
-    kinds = {kind for kind in kinds if any(kind)}
+        fields = {n.strip(): v.strip() for n, _, v in (line.partition(":") for line in block.splitlines())}
+        can = " ".join(sorted(fields.get("flags", fields.get("Features", "")).split()))
+        kinds.add((*(fields.get(name, "") for name in about), can))
+    kinds.discard(("",) * (len(about) + 1))
     if not kinds:
         return platform.processor() or platform.machine()
-    vendor, _, family, model, _, stepping, *_ = min(kinds)
-    named = " ".join(part for part in (vendor, *(f"{family}-{model}-{stepping}".strip("-"),)) if part)
-    flags = sorted([*kind[:6], *sorted(" ".join(kind[6:]).split())] for kind in kinds)
-    return f"{named} {_digest(flags)[:12]}".strip()
+    *who, _ = min(kinds)
+    return f"{' '.join(part for part in who if part)} {_digest(sorted(kinds))[:12]}".strip()
 
 
 @functools.cache

@@ -161,8 +161,9 @@ class ArtifactStore:
         bundles = files = size = 0
         names: set[str] = set()
         rejected: list[str] = []
+        signing = self._secret()
         with self._errors():
-            for name, data, problem in self._bundles(key.digest):
+            for name, data, problem in self._bundles(signing, key.digest):
                 if not problem:
                     try:
                         files += len(unpack(data, folder))
@@ -203,14 +204,14 @@ class ArtifactStore:
             # Most saves add nothing, and need not ask the store then.
             if not new:
                 return None
-            stored = self._names_stored(digest)
+            stored = self._names_stored(signing, digest)
             new -= frozenset[str]().union(*stored.values())
             if not new:
                 return None
             data = pack(folder, new)
             replaced: list[str] = []
             if len(stored) >= BUNDLES:
-                opened = [(name, content) for name, content, problem in self._bundles(digest) if not problem]
+                opened = [(name, content) for name, content, problem in self._bundles(signing, digest) if not problem]
                 data = merge([*(content for _, content in opened), data])
                 replaced = [name for name, _ in opened]
             content = hashlib.sha256(data).hexdigest()[:32]
@@ -324,9 +325,8 @@ class ArtifactStore:
             raise ValueError("a store without a signing key can only list and remove")
         return self._signing
 
-    def _bundles(self, digest: str) -> Iterator[tuple[str, bytes, str]]:
+    def _bundles(self, signing: SigningKey, digest: str) -> Iterator[tuple[str, bytes, str]]:
         """Name and content of every bundle of the key, oldest first, or why it is not opened."""
-        signing = self._secret()
         seen: set[str] = set()
         while True:
             files = self._files(digest)
@@ -350,13 +350,13 @@ class ArtifactStore:
             if not missing:
                 return
 
-    def _names_stored(self, digest: str) -> dict[str, frozenset[str]]:
+    def _names_stored(self, signing: SigningKey, digest: str) -> dict[str, frozenset[str]]:
         """The names of the files in each bundle of the key that can be opened."""
         there = _bundles_in(self._files(digest))
         if all(f"{digest}/{name}" in self._known for name in there):
             return {name: self._known[f"{digest}/{name}"] for name in there}
         found = {}
-        for name, data, problem in self._bundles(digest):
+        for name, data, problem in self._bundles(signing, digest):
             if not problem:
                 with suppress(BundleError):
                     found[name] = self._known[f"{digest}/{name}"] = names_of(data)
