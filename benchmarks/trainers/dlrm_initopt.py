@@ -30,7 +30,7 @@ from initopt import Compile, Recorder
 from initopt.plugins.torchrec import Place, TrainerStartup, trainer
 
 
-def startup(config: dlrm_model.Config, labels: tuple[str, ...] = ()) -> TrainerStartup:
+def startup(config: dlrm_model.Config, labels: tuple[str, ...] = (), *, shared_store: bool = False) -> TrainerStartup:
     """The trainer's start-up: the factories of `dlrm_model`, in the order that their parameters ask for."""
     # initopt compiles the parts itself, so that it can warm them up.
     uncompiled = replace(config, compile=False)
@@ -59,19 +59,19 @@ def startup(config: dlrm_model.Config, labels: tuple[str, ...] = ()) -> TrainerS
         dense_optimizer=dlrm_model.dense_optimizer,
         sharders=sharders,
         planner=planner,
-        compile=Compile(parts, batch=batch, dynamic=False) if config.compile else None,
+        compile=Compile(parts, batch=batch, dynamic=False, shared=shared_store) if config.compile else None,
         device="cpu",
         name="dlrm",
         labels=labels,
     )
 
 
-def train(config: dlrm_model.Config, *, overlap: bool) -> dict[str, object]:
+def train(config: dlrm_model.Config, *, overlap: bool, shared_store: bool = False) -> dict[str, object]:
     """Start, train `config.steps` steps and say what came out. Expects the environment that torchrun sets."""
     labels = (f"profile: {config.profile}", *emulation.install(config.profile))
     torch.manual_seed(config.seed)
     with Recorder("dlrm", mode="overlap" if overlap else "serial", labels=labels) as recorder:
-        ready = startup(config, labels).run(overlap=overlap, recorder=recorder)
+        ready = startup(config, labels, shared_store=shared_store).run(overlap=overlap, recorder=recorder)
         outputs = [ready.pipeline.progress(ready.batches) for _ in range(config.steps)]
         losses = [loss for loss, _, _ in outputs]
         digest = trained_state(ready.model, ready.optimizer, losses)
@@ -84,8 +84,14 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     dlrm_model.add_arguments(arguments)
     arguments.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    arguments.add_argument(
+        "--shared-store", action="store_true", help="say that all hosts see the same store of compiled code"
+    )
     chosen = arguments.parse_args()
-    print(json.dumps(train(dlrm_model.config_from(chosen), overlap=chosen.overlap)), flush=True)
+    print(
+        json.dumps(train(dlrm_model.config_from(chosen), overlap=chosen.overlap, shared_store=chosen.shared_store)),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from initopt.compile_cache.later import call_after_compiles
 from initopt.compile_cache.leader import Outcome, one_for_all
 from initopt.compile_cache.meeting import all_there
 from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
+from initopt.rank_numbers import ranks_in_short
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,10 @@ class Uncached:
         self._patience = patience
         self._between = between
 
+    def look_up(self) -> bool:
+        """Say whether the code is there already."""
+        return False
+
     def document(self, name: str) -> Mapping[str, Any] | None:
         """What an earlier start left about this model under this name, None if nothing that can be used."""
         return None
@@ -90,7 +95,7 @@ class Uncached:
         """
         if self.ranks.store is None:
             return ()
-        return all_there(
+        missing = all_there(
             self.ranks.store,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -98,13 +103,21 @@ class Uncached:
             patience=self._patience,
             between=self._between,
         )
+        if missing:
+            named = f"rank{'s' if len(missing) > 1 else ''} {ranks_in_short(missing)}"
+            warnings.warn(
+                f"initopt: {named} had not compiled after {self._patience:g} s; the first step waits for them as long as "
+                "the process group allows",
+                stacklevel=2,
+            )
+        return missing
 
     def keep(self) -> None:
         """Keep what was compiled since, and what will be, on threads that the training doesn't wait for."""
 
 
 class Cache(Uncached):
-    """The compiled code of one key in one start-up, made by `look_up`. The methods are called in their order here."""
+    """The compiled code of one key in one start-up, made by `open`. The methods are called in their order here."""
 
     def __init__(
         self,
@@ -133,7 +146,7 @@ class Cache(Uncached):
         self._saving = threading.Lock()
 
     @classmethod
-    def look_up(
+    def open(
         cls,
         key: Key,
         device: torch.device,
@@ -144,11 +157,10 @@ class Cache(Uncached):
         patience: float = PATIENCE,
         between: Callable[[], None] = lambda: None,
     ) -> Uncached:
-        """Point torch's compiler at the folder of this key, and fill it from what is stored in `place`, if anything is.
+        """Point torch's compiler at the folder of this key, for which `place` has what other starts made.
 
-        One rank looks for all that share a place and have the same key, so that all of them find something or none
-        does. With `shared` (default: for an address of fsspec) these are ranks of all hosts, else of one. Whatever
-        fails leads to a cache that has nothing. `patience` is in seconds; `between` is called while this rank waits.
+        With `shared` (default: for an address of fsspec) all hosts see the same there. Whatever fails leads to a cache
+        that has nothing. `patience` is in seconds; `between` is called while this rank waits.
         """
         where = default_place() if place is None else os.fspath(place)
         shared = "://" in where if shared is None else shared
@@ -171,8 +183,15 @@ class Cache(Uncached):
         if device.type == "cpu":
             verdicts = cache._document(f"instruction-sets-{key.host}")
             cache._asks = verdicts is None or not instruction_sets.know(verdicts)
-        cache._outcome = cache._one_for_all("look-up", cache._look, cache._look_as_told)
         return cache
+
+    def look_up(self) -> bool:
+        """Fill the folder from what is stored, and say whether the code is there.
+
+        One rank looks for all that share a place and have the same key, so that all of them find it or none does.
+        """
+        self._outcome = self._one_for_all("look-up", self._look, self._look_as_told)
+        return self._hit
 
     def document(self, name: str) -> Mapping[str, Any] | None:
         """What an earlier start left about this model under this name, None if nothing that can be used."""

@@ -67,14 +67,14 @@ class Key:
         return tuple(name for name in names if self.parts.get(name) != other_parts.get(name))
 
 
-def key_of(parts: Mapping[str, nn.Module], *, options: Mapping[str, object], device: torch.device) -> Key:
-    """The key of these modules compiled with `options` (those of `torch.compile`) on `device`, as things are now.
+def key_of(model: str, *, options: Mapping[str, object], device: torch.device) -> Key:
+    """The key of a model (its `model_digest`) compiled with `options` (of `torch.compile`) on `device`, as things are.
 
     Two processes have the same key if they have the same modules (classes, sources, attributes, shapes; the values of
     parameters don't matter), settings of torch and of Inductor, and machine. On CUDA the index of the device is in it,
     as compiled code may name it; on a CPU the ranks of a host share one key.
     """
-    found = {"model": model_digest(parts), "options": _text(dict(options)), "inductor": _inductor()}
+    found = {"model": model, "options": _text(dict(options)), "inductor": _inductor()}
     found |= {**host_key(device), **_settings()}
     found["device"] = str(device) if device.type != "cpu" else "cpu"
     return Key(found)

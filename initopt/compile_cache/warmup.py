@@ -14,20 +14,33 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from initopt.compile_cache.calls import Call, Recorded
+from initopt.compile_cache.cache import PATIENCE, Cache, Ranks, Uncached
+from initopt.compile_cache.calls import Call, Recorded, recording
 from initopt.compile_cache.fast_batch import Examples, Twin, batch_schema, examples_for, loader_schema
 from initopt.compile_cache.instruction_sets import candidates
+from initopt.compile_cache.key import key_of, model_digest
+from initopt.compile_cache.replaced import on_this_thread
+from initopt.compile_cache.schema import SchemaError
 
 if TYPE_CHECKING:
     from torch import nn
 
-_Item = TypeVar("_Item")
+_CALLS = "calls"
+"""The document with how the parts were called."""
 
 _here = threading.local()
-_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What compiling ahead needs of a model before it is sharded: its `key.model_digest`, and a copy without data."""
+
+    model: str
+    twin: Twin
 
 
 @dataclass(frozen=True)
@@ -36,8 +49,13 @@ class Compile:
 
     `parts` returns the modules by name. `batch` gets the device and returns a batch, or a `Schema` of one: what the
     model passes its parts for it is what they are warmed up on. `examples` gets the device and returns a `Call` for
-    parts that are to be warmed up on something else. `mode`, `options`, `dynamic` and `fullgraph` are those of
-    `torch.compile`; the backend is inductor.
+    parts that are to be warmed up on something else. Where neither is given they are warmed up on what an earlier
+    start was seen to pass, or on what the loader says of its batches. `mode`, `options`, `dynamic` and `fullgraph` are
+    those of `torch.compile`; the backend is inductor.
+
+    `cache` is where compiled code is kept between starts: a folder, or an address of fsspec such as `s3://bucket/job`;
+    default: `compile_cache` beside the runs. With `shared` (default: for an address) all hosts see the same there, and
+    one rank of the job compiles for all; else one of each host does.
     """
 
     parts: Callable[[nn.Module], Mapping[str, nn.Module]]
@@ -47,12 +65,79 @@ class Compile:
     options: Mapping[str, Any] | None = None
     dynamic: bool | None = None
     fullgraph: bool = False
+    cache: str | Path | None = None
+    shared: bool | None = None
 
     def apply(self, model: nn.Module) -> None:
         """Let every part compile at its first call, as `part.compile()` does. Draws nothing."""
         backend = _Backend(self.mode, dict(self.options) if self.options is not None else None, self.dynamic)
         for part in self.parts(model).values():
             part.compile(backend=backend, dynamic=self.dynamic, fullgraph=self.fullgraph)
+
+    def prepare(self, model: nn.Module, device: Any) -> Prepared:
+        """Return what compiling ahead needs of the model as it was made: sharding changes it. Takes milliseconds."""
+        import torch
+
+        parts = self.parts(model)
+        return Prepared(model_digest(parts), Twin.of(model, torch.device(device)))
+
+    def open_cache(
+        self,
+        prepared: Prepared,
+        device: Any,
+        *,
+        store: Any,
+        rank: int,
+        world_size: int,
+        patience: float = PATIENCE,
+        between: Callable[[], None] = lambda: None,
+    ) -> Uncached:
+        """Return the cache of this start-up (see `cache.Cache`), with what an earlier start left about the model.
+
+        `store` is a torch.distributed store that all ranks share. `patience` is how many seconds a rank waits for
+        another one; `between` is called meanwhile.
+        """
+        import torch
+
+        device = torch.device(device)
+        ranks = Ranks(store, rank, world_size)
+        options = {name: getattr(self, name) for name in ("mode", "options", "dynamic", "fullgraph")}
+        try:
+            key = key_of(prepared.model, options=options, device=device)
+        except Exception as error:
+            warnings.warn(
+                f"initopt: compiled code is neither looked up nor kept, as what it depends on could not be found out "
+                f"({_first_line(error)}); the start-up compiles as without a cache",
+                stacklevel=2,
+            )
+            return Uncached(ranks, patience=patience, between=between)
+        return Cache.open(key, device, ranks, place=self.cache, shared=self.shared, patience=patience, between=between)
+
+    @staticmethod
+    def recorded(cache: Uncached) -> Recorded | None:
+        """Return how an earlier start was seen to call the parts, None if nothing that can be used is kept."""
+        data = cache.document(_CALLS)
+        if data is None:
+            return None
+        try:
+            return Recorded.from_data(data)
+        except SchemaError as error:
+            warnings.warn(
+                f"initopt: what an earlier start kept about the calls of the parts is not used ({error})", stacklevel=2
+            )
+            return None
+
+    @contextmanager
+    def recording(self, model: nn.Module, batch: Any, cache: Uncached) -> Iterator[None]:
+        """See how the parts are called inside the block, the first step on `batch`, and keep that for the next start.
+
+        Then keep the compiled code, now and whenever something is compiled later.
+        """
+        with recording(self.parts(model)) as seen:
+            yield
+        if seen:
+            cache.put_document(_CALLS, Recorded.of(batch, seen).to_data())
+        cache.keep()
 
     def calls(
         self,
@@ -89,8 +174,8 @@ class Compile:
         device: Any,
         examples: Examples | None = None,
         *,
-        first: int = 0,
         between: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> int:
         """Compile the parts that have examples, on the calling thread; return how many graphs that made.
 
@@ -98,8 +183,7 @@ class Compile:
         static. Elsewhere they would make the code of the first one dynamic, and the first batch would run that.
 
         It comes in pieces: on a CPU what the C++ compiler and this host can do, one instruction set after the other,
-        then each part. `between` is called before each piece. Pieces begin at number `first` (modulo how many there
-        are): ranks that share a cache folder and begin with different pieces find the others' work there.
+        then each part. `between` is called before each piece, and `say` with a few words on it.
 
         What fails here is left to the first batch, with one warning: there it fails as it would without a warm-up, or
         not.
@@ -115,12 +199,14 @@ class Compile:
 
         before = self.graphs()
         if torch.device(device).type == "cpu":
-            for instructions in _from(candidates(), first):
+            say("looks what this CPU can do")
+            for instructions in candidates():
                 between()
                 bool(instructions)
         parts = self.parts(model)
-        for name, calls in _from(list(examples.calls.items()), first):
+        for name, calls in examples.calls.items():
             between()
+            say(f"compiles {name!r}")
             if name not in parts:
                 raise ValueError(
                     f"there is an example for {name!r}, which is no part; the parts are {', '.join(parts)}"
@@ -166,11 +252,6 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
 
 
-def _from(items: list[_Item], first: int) -> list[_Item]:
-    start = first % max(len(items), 1)
-    return items[start:] + items[:start]
-
-
 class _Compiled(Exception):
     """Raised in place of running compiled code in a warm-up."""
 
@@ -203,23 +284,15 @@ def _warming() -> Iterator[None]:
 
     restores: list[tuple[ModuleType, str]] = [(random, "setstate"), (torch.random, "set_rng_state")]
     restores += [(torch, "set_rng_state"), (torch.cuda, "set_rng_state")]
-    thread = threading.get_ident()
-    # Two at once could put back each other's replacements.
-    with _one_at_a_time:
-        originals = [getattr(module, name) for module, name in restores]
-        for (module, name), original in zip(restores, originals, strict=True):
-            setattr(module, name, _unless_in(thread, original))
+    with ExitStack() as stack:
+        for module, name in restores:
+            stack.enter_context(on_this_thread(module, name, _left_out))
         _here.warming = True
         try:
             yield
         finally:
             _here.warming = False
-            for (module, name), original in zip(restores, originals, strict=True):
-                setattr(module, name, original)
 
 
-def _unless_in(thread: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return None if threading.get_ident() == thread else function(*args, **kwargs)
-
-    return call
+def _left_out(*_: Any, **__: Any) -> None:
+    pass

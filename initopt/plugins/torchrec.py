@@ -23,7 +23,8 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,7 @@ class TrainerStartup(Startup):
         pipeline = ready.pipeline
         progress = pipeline.progress
         warmed = self.compile.graphs() if self.compile is not None else 0
+        ahead = any(ready.values.get(name) for name in ("compile_warmup", "compile_for_loader"))
         execution = self._execution
         assert execution is not None
 
@@ -130,7 +132,11 @@ class TrainerStartup(Startup):
             start, began = recorder.now(), time.time()
             error = ""
             try:
-                with recorder.collectives(), recorder.current_step(FIRST_STEP, lane=_FIRST_STEP.lane):
+                with (
+                    recorder.collectives(),
+                    recorder.current_step(FIRST_STEP, lane=_FIRST_STEP.lane),
+                    self._keeping(ready),
+                ):
                     result = execution.last_step(FIRST_STEP, lambda: progress(batches))
             except BaseException as raised:
                 cause = raised.exceptions[-1] if isinstance(raised, StartupFailed) else raised
@@ -149,10 +155,21 @@ class TrainerStartup(Startup):
                 recorder.add(span)
                 if own:
                     self._close(recorder)
-            self._after_first_step(warmed if ready.values.get("compile_warmup") else 0, began)
+            self._after_first_step(warmed if ahead else 0, began)
             return result
 
         pipeline.progress = first
+
+    def _keeping(self, ready: Ready) -> AbstractContextManager[None]:
+        if self.compile is None or "compile_cache" not in ready.values:
+            return nullcontext()
+        [batch] = ready.values.first_batch
+        return self.compile.recording(ready.values.model, batch, ready.values.compile_cache)
+
+    def came_to_code(self, found: Any) -> None:
+        """Leave in the record how this rank came to its compiled code."""
+        if self._execution is not None:
+            self._execution.recorder.compile_cache(**asdict(found))
 
     def _after_first_step(self, warmed: int, began: float) -> None:
         if self.collective_timeout is not None:
@@ -296,29 +313,19 @@ def trainer(
     def batches(loader: Iterator[Any], first_batch: list[Any]) -> Iterator[Any]:
         return itertools.chain(first_batch, loader)
 
-    def compile_examples(place: Place, model: nn.Module) -> Any:
-        assert compile is not None
-        place.enter()
-        return compile.calls(model, place.device)
-
-    def compile_warmup(place: Place, model: nn.Module, compile_examples: Any) -> int:
-        assert compile is not None
-        place.enter()
-        return compile.warm_up(model, place.device, compile_examples, first=place.local_rank, between=start.pause)
-
     step(place, "place", "device_init")
     step(store, "store", "process_group_init", lane="comms")
     step(process_group, "process_group", "process_group_init", lane="comms")
     step(_compiled(model, compile), "model", "train_module_creation", uses="rng")
-    if compile is not None:
-        # Sharding changes the model, and a copy that runs without data must be that of before.
-        step(compile_examples, "compile_examples", "pre_train", uses="rng")
     step(sharders or _default_sharders, "sharders", "train_module_creation")
     step(planner or _default_planner, "planner", "train_module_creation")
     step(own_plan, "own_plan", "train_module_creation", lane=plan_lane)
     step(sharding_plan, "sharding_plan", "train_module_creation", lane="comms")
-    unsharded = {} if compile is None else {"after": "compile_examples"}
-    step(dmp, "dmp", "train_module_creation", lane="comms", uses="rng", **unsharded)
+    unsharded: tuple[str, ...] = ()
+    if compile is not None:
+        _compiles_ahead(start, compile)
+        unsharded = ("compile_parts", "compile_examples")
+    step(dmp, "dmp", "train_module_creation", lane="comms", uses="rng", after=unsharded)
     step(optimizer, "optimizer", "init_plugins")
     if checkpoint is not None:
         step(checkpoint, "checkpoint", "init_plugins", lane="comms", after="optimizer")
@@ -333,13 +340,98 @@ def trainer(
     )
     step(pipeline or _default_pipeline, "pipeline", "pre_train")
     if compile is not None:
-        # Beside planning it would only fight for the interpreter's lock (both are Python through and through).
-        about = {"lane": "io:compile", "uses": "compile", "after": "own_plan", "pauses": True}
-        step(compile_warmup, "compile_warmup", "compile", **about)
+        _compiles_for_loader(start, compile)
     # Its sampler may draw, and without workers the data set may, too.
     step(first_batch, "first_batch", "get_first_batch_data", lane="io:data", uses="rng")
     step(batches, "batches", "get_first_batch_data")
     return start
+
+
+def _compiles_ahead(start: TrainerStartup, compile: Compile) -> None:
+    """Declare the steps that compile parts of the model before the first batch is there, or load what was compiled.
+
+    They come before the step `dmp`: what is read off the model is read while it is as it was made.
+    """
+    step = functools.partial(start.step, stage="compile", origin=ORIGIN)
+
+    def compile_parts(place: Place, model: nn.Module) -> Any:
+        place.enter()
+        return compile.prepare(model, place.device)
+
+    def compile_cache(place: Place, store: Any, compile_parts: Any) -> Any:
+        place.enter()
+        return compile.open_cache(
+            compile_parts,
+            place.device,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            # A rank waits for two leaders at the most, and then compiles within what is left of its step's time.
+            patience=min(600.0, start.timeout / 4),
+            between=start.pause,
+        )
+
+    def compile_examples(place: Place, model: nn.Module, compile_parts: Any, compile_cache: Any) -> Any:
+        place.enter()
+        recorded = compile.recorded(compile_cache)
+        return compile.calls(model, place.device, recorded=recorded, twin=compile_parts.twin)
+
+    def compile_load(compile_cache: Any) -> bool:
+        return bool(compile_cache.look_up())
+
+    step(compile_parts)
+    step(compile_cache, lane="io:compile", pauses=True)
+    # A copy of the model may run, and what it draws is taken back.
+    step(compile_examples, uses="rng")
+    step(compile_load, lane="io:compile", uses="compile", pauses=True)
+    # Beside planning it would only fight for the interpreter's lock (both are Python through and through).
+    step(
+        functools.partial(_warmed_up, start, compile),
+        name="compile_warmup",
+        lane="io:compile",
+        uses="compile",
+        pauses=True,
+        after=("compile_load", "own_plan"),
+    )
+
+
+def _compiles_for_loader(start: TrainerStartup, compile: Compile) -> None:
+    """Declare the steps that compile what nobody but the loader could give examples for, and wait for all ranks."""
+    step = functools.partial(start.step, stage="compile", origin=ORIGIN)
+    last = "compile_warmup"
+    if compile.batch is None and compile.examples is None:
+
+        def loader_examples(
+            place: Place, model: nn.Module, loader: Any, compile_parts: Any, compile_warmup: int
+        ) -> Any:
+            if compile_warmup:
+                return None
+            place.enter()
+            return compile.calls(model, place.device, loader=loader, twin=compile_parts.twin)
+
+        def compile_for_loader(place: Place, model: nn.Module, compile_cache: Any, loader_examples: Any) -> int:
+            if loader_examples is None:
+                return 0
+            return _warmed_up(start, compile, place, model, compile_cache, loader_examples)
+
+        step(loader_examples, uses="rng")
+        step(compile_for_loader, lane="io:compile", uses="compile", pauses=True)
+        last = "compile_for_loader"
+
+    def compiled(compile_cache: Any) -> None:
+        compile_cache.meet()
+
+    step(compiled, lane="io:compile", pauses=True, after=last)
+
+
+def _warmed_up(
+    start: TrainerStartup, compile: Compile, place: Place, model: nn.Module, compile_cache: Any, compile_examples: Any
+) -> int:
+    place.enter()
+    warm_up = functools.partial(compile.warm_up, model, place.device, compile_examples, between=start.pause)
+    graphs: int = compile_cache.make(lambda say: warm_up(say=say))
+    start.came_to_code(compile_cache.found)
+    return graphs
 
 
 def _place(device: str | None) -> Place:

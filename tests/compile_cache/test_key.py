@@ -46,7 +46,7 @@ ASK = """
 import torch
 from initopt.compile_cache.key import key_of
 from model import Part
-key = key_of({"a": Part(), "b": Part()}, options={"mode": None, "dynamic": False}, device=torch.device("cpu"))
+key = key_of(model_digest({"a": Part(), "b": Part()}), options={"mode": None, "dynamic": False}, device=torch.device("cpu"))
 print(key.digest, key.model, key.host, *(f"{name}={value}" for name, value in key.parts.items()), sep="\\n")
 """
 
@@ -90,7 +90,7 @@ def module(tmp_path: Path) -> Iterator[Any]:
 
 
 def key(part: nn.Module, **options: object) -> Key:
-    return key_of({"part": part}, options={"mode": None, **options}, device=CPU)
+    return key_of(model_digest({"part": part}), options={"mode": None, **options}, device=CPU)
 
 
 def changed(part: nn.Module, change: Callable[[Any], Any], **options: object) -> tuple[str, ...]:
@@ -227,7 +227,10 @@ def test_the_host_is_in_the_key(monkeypatch: pytest.MonkeyPatch, module: Any) ->
 def test_ranks_on_gpus_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    found = [key_of({"part": module.Part()}, options={}, device=torch.device("cuda", index)) for index in (0, 1)]
+    found = [
+        key_of(model_digest({"part": module.Part()}), options={}, device=torch.device("cuda", index))
+        for index in (0, 1)
+    ]
     assert found[0].differences(found[1].parts) == ("device",)
     assert found[0].parts["gpu"].startswith("a GPU, capability 9.0, ")
 

@@ -70,9 +70,10 @@ def start(
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cache = Cache.look_up(
+        cache = Cache.open(
             Key({"model": model}), torch.device("meta"), Ranks(store, rank, world_size), place=place, shared=shared
         )
+        cache.look_up()
         try:
             made = cache.make(compile_now)
         except RuntimeError:
