@@ -106,7 +106,7 @@ class Uncached:
         if missing:
             named = f"rank{'s' if len(missing) > 1 else ''} {ranks_in_short(missing)}"
             warnings.warn(
-                f"initopt: {named} had not compiled after {self._patience:g} s; the first step waits for them as long as "
+                f"initopt: {named} had not compiled after {self._patience:g} s; the first step waits for it as long as "
                 "the process group allows",
                 stacklevel=2,
             )

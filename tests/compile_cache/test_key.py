@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from initopt.compile_cache import key as keys
-from initopt.compile_cache.key import Key, key_of
+from initopt.compile_cache.key import Key, key_of, model_digest
 
 CPU = torch.device("cpu")
 
@@ -44,9 +44,10 @@ class Part(nn.Module):
 
 ASK = """
 import torch
-from initopt.compile_cache.key import key_of
+from initopt.compile_cache.key import key_of, model_digest
 from model import Part
-key = key_of(model_digest({"a": Part(), "b": Part()}), options={"mode": None, "dynamic": False}, device=torch.device("cpu"))
+digest = model_digest({"a": Part(), "b": Part()})
+key = key_of(digest, options={"mode": None, "dynamic": False}, device=torch.device("cpu"))
 print(key.digest, key.model, key.host, *(f"{name}={value}" for name, value in key.parts.items()), sep="\\n")
 """
 
