@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from initopt.compile_cache import Call as Call
-    from initopt.compile_cache import Compile as Compile
+    from initopt.compile_cache.calls import Call as Call
+    from initopt.compile_cache.warmup import Compile as Compile
     from initopt.compile_cache.compile_events import recompiled_since as recompiled_since
     from initopt.failure import PeerFailed as PeerFailed
     from initopt.failure import StartupFailed as StartupFailed
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "FIRST_STEP": "record",
-    "Call": "compile_cache",
+    "Call": "compile_cache.calls",
     "Collective": "graph",
-    "Compile": "compile_cache",
+    "Compile": "compile_cache.warmup",
     "Graph": "graph",
     "GraphError": "graph",
     "OrderError": "graph",

@@ -1,4 +1,4 @@
-"""What every test starts from: no run root and no launcher's variables from the shell that started pytest."""
+"""What every test starts from: no run root, no launcher's variables from the shell, a signing key of its own."""
 
 from __future__ import annotations
 
@@ -25,3 +25,5 @@ def _ctrl_c_is_heard() -> Iterator[None]:
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("INITOPT_ROOT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
+    # Else the first compile would make a key file in the home of who runs the tests.
+    monkeypatch.setenv("INITOPT_CACHE_KEY", "the secret of initopt's own tests, which is none")
