@@ -245,8 +245,7 @@ class _Observer:
             for dim, seen in sizes.items():
                 if len(seen) > 1 or (key, dim) in self._marked:
                     name, frame, file, line = key
-                    small = dim is not None and ((key, dim) in self._small or min(seen, default=2) < 2)
-                    rows.append(Varying(name, frame, file, line, dim, tuple(sorted(seen)), small))
+                    rows.append(Varying(name, frame, file, line, dim, tuple(sorted(seen)), (key, dim) in self._small))
         # The order in which Dynamo met them differs from start to start.
         rows.sort(key=lambda one: (one.file, one.line, one.frame, one.name, -1 if one.dim is None else one.dim))
         return DynamicSources(tuple(rows[:_MOST]))
@@ -280,8 +279,11 @@ class _Observer:
     def _add(self, key: tuple[str, str, str, int], dim: int | None, size: object) -> None:
         # bool is an int, too, and no size.
         seen = self._sizes.setdefault(key, {}).setdefault(dim, set()) if dim is not None or type(size) is int else set()
-        if type(size) is int and len(seen) < _SIZES:
-            seen.add(size)
+        if type(size) is int:
+            if size < 2 and dim is not None:
+                self._small.add((key, dim))
+            if len(seen) < _SIZES:
+                seen.add(size)
 
     def _add_reasons(self) -> None:
         from torch._dynamo.utils import get_compilation_metrics

@@ -74,6 +74,7 @@ def test_what_varied_is_found_and_applied() -> None:
     assert sources.value == f"{LENGTHS}:0,{VALUES}:0"
 
     torch._dynamo.reset()
+    clear_compilation_metrics()
     with applied(sources) as used:
         assert used
         assert train(SIZES) == 1
