@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from initopt.compile_cache.calls import Call as Call
-    from initopt.compile_cache.warmup import Compile as Compile
     from initopt.compile_cache.compile_events import recompiled_since as recompiled_since
+    from initopt.compile_cache.warmup import Compile as Compile
     from initopt.failure import PeerFailed as PeerFailed
     from initopt.failure import StartupFailed as StartupFailed
     from initopt.failure import StepTimeout as StepTimeout

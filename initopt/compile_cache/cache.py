@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from initopt.compile_cache import headers, instruction_sets
 from initopt.compile_cache.authenticity import SigningKey
+from initopt.compile_cache.autotune import Tuned
 from initopt.compile_cache.key import Key
+from initopt.compile_cache.known import Known
 from initopt.compile_cache.later import call_after_compiles
 from initopt.compile_cache.leader import Outcome, one_for_all
 from initopt.compile_cache.meeting import all_there
@@ -70,6 +72,9 @@ class Uncached:
     def __init__(self, ranks: Ranks, *, patience: float = PATIENCE, between: Callable[[], None] = lambda: None) -> None:
         self.ranks = ranks
         self.found = Found()
+        self.known = Known()
+        self.tuned: tuple[Tuned, ...] = ()
+        """What autotuning did while the code was made."""
         self._patience = patience
         self._between = between
 
@@ -77,12 +82,8 @@ class Uncached:
         """Say whether the code is there already."""
         return False
 
-    def document(self, name: str) -> Mapping[str, Any] | None:
-        """What an earlier start left about this model under this name, None if nothing that can be used."""
-        return None
-
-    def put_document(self, name: str, data: Mapping[str, Any]) -> None:
-        """Leave something about this model for the next start, from a rank that keeps the code."""
+    def learn(self, name: str, data: Mapping[str, Any]) -> None:
+        """Have a document about this model (see `known`) kept for the next start, when the code is."""
 
     def make(self, compile_now: CompileNow) -> int:
         """Have the code compiled, and return the number of graphs."""
@@ -113,7 +114,7 @@ class Uncached:
         return missing
 
     def keep(self) -> None:
-        """Keep what was compiled since, and what will be, on threads that the training doesn't wait for."""
+        """Keep what was compiled and learned, now and after later compiles, on threads that nobody waits for."""
 
 
 class Cache(Uncached):
@@ -140,6 +141,7 @@ class Cache(Uncached):
         self._why: list[str] = []
         self._files = self._bytes = 0
         self._names: frozenset[str] = frozenset()
+        self._learned: dict[str, Mapping[str, Any]] = {}
         self._keeps = True
         self._asks = False
         self._warned = False
@@ -183,6 +185,7 @@ class Cache(Uncached):
         if device.type == "cpu":
             verdicts = cache._document(f"instruction-sets-{key.host}")
             cache._asks = verdicts is None or not instruction_sets.know(verdicts)
+        cache.known = Known.of(lambda name: cache._document(f"{name}-{key.model}"))
         return cache
 
     def look_up(self) -> bool:
@@ -193,14 +196,9 @@ class Cache(Uncached):
         self._outcome = self._one_for_all("look-up", self._look, self._look_as_told)
         return self._hit
 
-    def document(self, name: str) -> Mapping[str, Any] | None:
-        """What an earlier start left about this model under this name, None if nothing that can be used."""
-        return self._document(f"{name}-{self.key.model}")
-
-    def put_document(self, name: str, data: Mapping[str, Any]) -> None:
-        """Leave something about this model for the next start, from a rank that keeps the code."""
-        if self._keeps:
-            self._put_document(f"{name}-{self.key.model}", data)
+    def learn(self, name: str, data: Mapping[str, Any]) -> None:
+        """Have a document about this model (see `known`) kept for the next start, when the code is."""
+        self._learned[name] = data
 
     def make(self, compile_now: CompileNow) -> int:
         """Have the code compiled: here if it is there already or this rank leads, else after the rank that does."""
@@ -216,14 +214,14 @@ class Cache(Uncached):
 
         def use(told: str) -> None:
             made = json.loads(told)
-            self._keeps = made["folder"] != _identity(self.folder)
-            if made["graphs"] and self._keeps and not self._load():
+            if made["graphs"] and made["folder"] != _identity(self.folder) and not self._load():
                 raise StoreError(str(self.folder), "what the other rank compiled is not in the store")
 
         if not self._hit:
             class_of = self._document(self._class_name) or {}
             self._outcome = self._one_for_all(f"compile/{class_of.get('graphs', '')}", work, use)
         if self._hit or self._outcome.role == "followed":
+            self._keeps = self._outcome.role != "followed"
             missed = _misses()
             with headers.as_text():
                 graphs = compile_now(_to_nobody)
@@ -243,7 +241,10 @@ class Cache(Uncached):
         return graphs
 
     def keep(self) -> None:
-        """Keep what was compiled since, and what will be, on threads that the training doesn't wait for."""
+        """Keep what was compiled and learned, now and after later compiles, on threads that nobody waits for.
+
+        Ranks that use what another one compiled leave that to it.
+        """
         if self._store is not None and self._keeps:
             self._save_aside()
             call_after_compiles(self._save)
@@ -277,8 +278,8 @@ class Cache(Uncached):
     def _look_as_told(self, told: str) -> None:
         found = json.loads(told)
         self._why += found["why"]
-        self._keeps = found["folder"] != _identity(self.folder)
-        self._hit = found["hit"] and (not self._keeps or self._complete.exists() or self._load())
+        here = found["folder"] == _identity(self.folder) or self._complete.exists()
+        self._hit = found["hit"] and (here or self._load())
 
     def _load(self) -> bool:
         """Fill the folder from the store, and say whether there was anything."""
@@ -302,6 +303,9 @@ class Cache(Uncached):
             return
         with _problems(self), self._saving:
             self._store.save(self.key, self.folder, self._names)
+            while self._learned:
+                name, data = self._learned.popitem()
+                self._put_document(f"{name}-{self.key.model}", data)
             # Where nothing was compiled it was not asked, and that would take seconds.
             if self._asks and _compiled():
                 self._asks = False
@@ -322,6 +326,7 @@ class Cache(Uncached):
         """Remember that this rank has other graphs than the one that compiled for it, and needs another leader."""
         leader = self._outcome.leader
         self._why.append(f"some graphs are not those of rank {leader}" if leader is not None else "some graphs are new")
+        self._keeps = True
         self._put_document(self._class_name, {"graphs": _graphs() or f"rank {self.ranks.rank}"})
 
     @property

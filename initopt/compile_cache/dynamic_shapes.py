@@ -190,6 +190,32 @@ def applied(sources: DynamicSources) -> Iterator[bool]:
     began inside): every thread that compiles must be inside. A name counts in every frame that has it. Sources of
     other versions are left alone, with a warning.
     """
+    settings = _settings(sources)
+    if settings is None:
+        yield False
+        return
+    with settings.patch(dynamic_sources=_with(settings, sources)):
+        yield bool(sources.varying)
+
+
+def apply(sources: DynamicSources) -> bool:
+    """Let what this thread compiles from now on have symbols for the sizes in `sources`; say whether it will.
+
+    See `applied`.
+    """
+    settings = _settings(sources)
+    if settings is None:
+        return False
+    settings.dynamic_sources = _with(settings, sources)
+    return bool(sources.varying)
+
+
+def _with(settings: Any, sources: DynamicSources) -> str:
+    return ",".join(filter(None, (settings.dynamic_sources, sources.value)))
+
+
+def _settings(sources: DynamicSources) -> Any:
+    """torch's settings that the sources go into, None (after a warning) where they can't."""
     import torch
 
     here = versions()
@@ -197,20 +223,15 @@ def applied(sources: DynamicSources) -> Iterator[bool]:
         warnings.warn(
             f"initopt: the sizes that vary were recorded with {_text(sources.versions)} and this is {_text(here)}: "
             "they are not used, and are recorded anew",
-            stacklevel=3,
+            stacklevel=4,
         )
-        yield False
-        return
+        return None
     # A setting of torch.compiler, but without a public way to be set for a while.
     settings = getattr(torch.compiler, "config", None)
     if not hasattr(settings, "dynamic_sources"):
-        warnings.warn("initopt: this torch has no setting dynamic_sources: sizes are left to it", stacklevel=3)
-        yield False
-        return
-    assert settings is not None
-    value = ",".join(filter(None, (settings.dynamic_sources, sources.value)))
-    with settings.patch(dynamic_sources=value):
-        yield bool(sources.varying)
+        warnings.warn("initopt: this torch has no setting dynamic_sources: sizes are left to it", stacklevel=4)
+        return None
+    return settings
 
 
 class _Observer:

@@ -12,25 +12,24 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from initopt.compile_cache.autotune import pruned
 from initopt.compile_cache.cache import PATIENCE, Cache, Ranks, Uncached
 from initopt.compile_cache.calls import Call, Recorded, recording
+from initopt.compile_cache.dynamic_shapes import applied, apply, watch
 from initopt.compile_cache.fast_batch import Examples, Twin, batch_schema, examples_for, loader_schema
 from initopt.compile_cache.instruction_sets import candidates
 from initopt.compile_cache.key import key_of, model_digest
+from initopt.compile_cache.known import CALLS, SIZES, WINNERS
 from initopt.compile_cache.replaced import on_this_thread
-from initopt.compile_cache.schema import SchemaError
 
 if TYPE_CHECKING:
     from torch import nn
-
-_CALLS = "calls"
-"""The document with how the parts were called."""
 
 _here = threading.local()
 
@@ -53,6 +52,11 @@ class Compile:
     start was seen to pass, or on what the loader says of its batches. `mode`, `options`, `dynamic` and `fullgraph` are
     those of `torch.compile`; the backend is inductor.
 
+    `dynamic="recorded"` compiles once for all values of the sizes that varied in an earlier run. `tuning="recorded"`
+    lets inductor's autotuning try only the kernels that were close to winning in an earlier start, for shapes of the
+    same class. Both may give other last bits than without: the first adds up in another order, the second may take
+    another kernel, as every tuning may.
+
     `cache` is where compiled code is kept between starts: a folder, or an address of fsspec such as `s3://bucket/job`;
     default: `compile_cache` beside the runs. With `shared` (default: for an address) all hosts see the same there, and
     one rank of the job compiles for all; else one of each host does.
@@ -63,16 +67,18 @@ class Compile:
     batch: Callable[[Any], Any] | None = None
     mode: str | None = None
     options: Mapping[str, Any] | None = None
-    dynamic: bool | None = None
+    dynamic: bool | Literal["recorded"] | None = None
+    tuning: Literal["all", "recorded"] = "all"
     fullgraph: bool = False
     cache: str | Path | None = None
     shared: bool | None = None
 
     def apply(self, model: nn.Module) -> None:
         """Let every part compile at its first call, as `part.compile()` does. Draws nothing."""
-        backend = _Backend(self.mode, dict(self.options) if self.options is not None else None, self.dynamic)
+        dynamic = None if self.dynamic == "recorded" else self.dynamic
+        backend = _Backend(self.mode, dict(self.options) if self.options is not None else None, dynamic)
         for part in self.parts(model).values():
-            part.compile(backend=backend, dynamic=self.dynamic, fullgraph=self.fullgraph)
+            part.compile(backend=backend, dynamic=dynamic, fullgraph=self.fullgraph)
 
     def prepare(self, model: nn.Module, device: Any) -> Prepared:
         """Return what compiling ahead needs of the model as it was made: sharding changes it. Takes milliseconds."""
@@ -113,31 +119,38 @@ class Compile:
             return Uncached(ranks, patience=patience, between=between)
         return Cache.open(key, device, ranks, place=self.cache, shared=self.shared, patience=patience, between=between)
 
-    @staticmethod
-    def recorded(cache: Uncached) -> Recorded | None:
-        """Return how an earlier start was seen to call the parts, None if nothing that can be used is kept."""
-        data = cache.document(_CALLS)
-        if data is None:
-            return None
-        try:
-            return Recorded.from_data(data)
-        except SchemaError as error:
-            warnings.warn(
-                f"initopt: what an earlier start kept about the calls of the parts is not used ({error})", stacklevel=2
-            )
-            return None
-
     @contextmanager
-    def recording(self, model: nn.Module, batch: Any, cache: Uncached) -> Iterator[None]:
-        """See how the parts are called inside the block, the first step on `batch`, and keep that for the next start.
+    def first_step(self, model: nn.Module, batch: Any, cache: Uncached) -> Iterator[None]:
+        """See how the parts are called in the first step, on `batch`, and keep that for the next start, with the code.
 
-        Then keep the compiled code, now and whenever something is compiled later.
+        From then on what is compiled later, and for which sizes, is kept as well.
         """
         with recording(self.parts(model)) as seen:
             yield
         if seen:
-            cache.put_document(_CALLS, Recorded.of(batch, seen).to_data())
+            cache.learn(CALLS, Recorded.of(batch, seen).to_data())
+        # At a compile, on the thread that compiled.
+        watch(lambda sizes: cache.learn(SIZES, sizes.to_data()), cache.known.sizes)
         cache.keep()
+
+    def use_sizes(self, cache: Uncached) -> None:
+        """Let what this thread compiles from now on be for all sizes that varied, if `dynamic` is `recorded`."""
+        if self.dynamic == "recorded" and cache.known.sizes is not None:
+            apply(cache.known.sizes)
+
+    def advice(self, cache: Uncached) -> str:
+        """Return in one sentence what is known of the sizes that vary; empty if nothing is."""
+        sizes = cache.known.sizes
+        if sizes is None or not sizes.varying:
+            return ""
+        many = f"{len(sizes.varying)} sizes" if len(sizes.varying) > 1 else "one size"
+        if self.dynamic == "recorded":
+            left = f", but {len(sizes.remaining)} also had 0 or 1, which compiles anew" if sizes.remaining else ""
+            return f"compiled for every value of {many} that varied in an earlier run{left}"
+        return (
+            f"{many} varied in an earlier run, which compiled again for each: dynamic='recorded' compiles once, and so "
+            f'does TORCH_COMPILE_DYNAMIC_SOURCES="{sizes.value}"'
+        )
 
     def calls(
         self,
@@ -173,6 +186,7 @@ class Compile:
         model: nn.Module,
         device: Any,
         examples: Examples | None = None,
+        cache: Uncached | None = None,
         *,
         between: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
@@ -180,7 +194,8 @@ class Compile:
         """Compile the parts that have examples, on the calling thread; return how many graphs that made.
 
         `examples` are those of `calls`, by default made now. A part's later examples are warmed up where all shapes are
-        static. Elsewhere they would make the code of the first one dynamic, and the first batch would run that.
+        static. Elsewhere they would make the code of the first one dynamic, and the first batch would run that. `cache`
+        has what earlier starts learned, and learns from this one.
 
         It comes in pieces: on a CPU what the C++ compiler and this host can do, one instruction set after the other,
         then each part. `between` is called before each piece, and `say` with a few words on it.
@@ -204,22 +219,30 @@ class Compile:
                 between()
                 bool(instructions)
         parts = self.parts(model)
-        for name, calls in examples.calls.items():
-            between()
-            say(f"compiles {name!r}")
-            if name not in parts:
-                raise ValueError(
-                    f"there is an example for {name!r}, which is no part; the parts are {', '.join(parts)}"
-                )
-            try:
-                for call in calls if self.dynamic is False else calls[:1]:
-                    _compile(parts[name], call)
-            except Exception as error:
-                warnings.warn(
-                    f"initopt: part {name!r} was not compiled ahead ({_first_line(error)}); "
-                    "it compiles at the first batch. Compare its example with what the model passes it",
-                    stacklevel=2,
-                )
+        unknown = [name for name in examples.calls if name not in parts]
+        if unknown:
+            raise ValueError(
+                f"there is an example for {unknown[0]!r}, which is no part; the parts are {', '.join(parts)}"
+            )
+        cache = Uncached(Ranks(None, 0, 1)) if cache is None else cache
+        sizes = cache.known.sizes if self.dynamic == "recorded" else None
+        winners = cache.known.winners if self.tuning == "recorded" else None
+        with applied(sizes) if sizes is not None else nullcontext(), pruned(winners) as tuning:
+            for name, calls in examples.calls.items():
+                between()
+                say(f"compiles {name!r}")
+                try:
+                    for call in calls if self.dynamic is False else calls[:1]:
+                        _compile(parts[name], call)
+                except Exception as error:
+                    warnings.warn(
+                        f"initopt: part {name!r} was not compiled ahead ({_first_line(error)}); "
+                        "it compiles at the first batch. Compare its example with what the model passes it",
+                        stacklevel=2,
+                    )
+        cache.tuned = tuning.tuned
+        if tuning.tuned:
+            cache.learn(WINNERS, tuning.winners().to_data())
         return self.graphs() - before
 
     @staticmethod

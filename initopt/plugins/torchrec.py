@@ -107,6 +107,8 @@ class TrainerStartup(Startup):
             raise
         # The caller trains in this thread, which has met no device yet.
         values.place.enter()
+        if self.compile is not None and "compile_cache" in values:
+            self.compile.use_sizes(values.compile_cache)
         ready = Ready(values.dmp, values.optimizer, values.pipeline, values.batches, values.place.device, values)
         self._until_first_step(ready, recorder, own=own)
         return ready
@@ -164,7 +166,7 @@ class TrainerStartup(Startup):
         if self.compile is None or "compile_cache" not in ready.values:
             return nullcontext()
         [batch] = ready.values.first_batch
-        return self.compile.recording(ready.values.model, batch, ready.values.compile_cache)
+        return self.compile.first_step(ready.values.model, batch, ready.values.compile_cache)
 
     def came_to_code(self, found: Any) -> None:
         """Leave in the record how this rank came to its compiled code."""
@@ -373,7 +375,7 @@ def _compiles_ahead(start: TrainerStartup, compile: Compile) -> None:
 
     def compile_examples(place: Place, model: nn.Module, compile_parts: Any, compile_cache: Any) -> Any:
         place.enter()
-        recorded = compile.recorded(compile_cache)
+        recorded = compile_cache.known.calls
         return compile.calls(model, place.device, recorded=recorded, twin=compile_parts.twin)
 
     def compile_load(compile_cache: Any) -> bool:
@@ -428,9 +430,12 @@ def _warmed_up(
     start: TrainerStartup, compile: Compile, place: Place, model: nn.Module, compile_cache: Any, compile_examples: Any
 ) -> int:
     place.enter()
-    warm_up = functools.partial(compile.warm_up, model, place.device, compile_examples, between=start.pause)
-    graphs: int = compile_cache.make(lambda say: warm_up(say=say))
+    given = (model, place.device, compile_examples, compile_cache)
+    graphs: int = compile_cache.make(lambda say: compile.warm_up(*given, between=start.pause, say=say))
     start.came_to_code(compile_cache.found)
+    for remark in (compile.advice(compile_cache), *(tuned.line for tuned in compile_cache.tuned)):
+        if remark:
+            start.note(remark)
     return graphs
 
 
