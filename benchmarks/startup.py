@@ -55,7 +55,7 @@ def measure(case: str, *, ranks: int, runs: int, root: Path) -> Result:
     # Cold is the first start ever: nothing compiled, and no ledger.
     cold = cache == "cold"
     named = shlex.quote(str(folder))
-    prepare = f'rm -rf {named} "$INITOPT_ROOT/ledger"; mkdir {named}' if cold else None
+    prepare = f'rm -rf {named} "$INITOPT_ROOT/ledger" "$INITOPT_ROOT/compile_cache"; mkdir {named}' if cold else None
     mine = command("initopt", profile, ranks)
 
     def pairs(other: Sequence[str], what: str, runs: int) -> bench.Bench:

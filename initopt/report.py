@@ -322,6 +322,7 @@ def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
         "graphs": [{**asdict(one), "took": one.end - one.start, "cache": cache_use(one)} for one in turns],
         "ranks": {str(r): asdict(total(compiled_on(run, r))) for r in run.headers},
         "caches": [asdict(cache) for cache in run.compile_caches],
+        "notes": [asdict(note) for note in run.notes],
     }
     lines = _head(run, width)
     which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
@@ -344,6 +345,7 @@ def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     else:
         lines += _wrap(f"torch's compiler did nothing on rank {rank}, as far as this was recorded.", width)
     lines += [line for text in _caches(run) for line in _wrap(text, width, indent=2)]
+    lines += _notes(run, width, stage="compile")
     elsewhere = _compiled_elsewhere(run, rank) if everybody else []
     lines += _warned(elsewhere, width)
     lines.append(_next("blame", "critical-chain"))
@@ -651,9 +653,11 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
     return View(tuple(lines), data, finding=True)
 
 
-def _notes(run: Run, width: int) -> list[Text]:
-    """The remarks of all ranks, each once."""
-    said = dict.fromkeys(f"{note.step}: {note.text}" if note.step else note.text for note in run.notes)
+def _notes(run: Run, width: int, *, stage: str | None = None) -> list[Text]:
+    """The remarks of all ranks, each once; of the steps of one stage if one is given."""
+    steps = {span.name for span in run.spans if stage in (None, span.stage) and span.kind == "step"}
+    notes = [note for note in run.notes if stage is None or note.step in steps]
+    said = dict.fromkeys(f"{note.step}: {note.text}" if note.step else note.text for note in notes)
     return [line for text in said for part in text.splitlines() for line in _wrap(part, width)]
 
 

@@ -98,15 +98,38 @@ def test_another_seed_trains_to_another_state() -> None:
     assert other == fork_ranks(stock, config(seed=1))
 
 
+def on_own_disk(disk: Path, config: Any, *, compiler: bool = True) -> Any:
+    """The initopt trainer, with caches of the compiler as on a host of its own, and no C++ compiler if so wanted."""
+    import os
+    import tempfile
+
+    from benchmarks.trainers import dlrm_initopt
+
+    own = disk / os.environ["RANK"]
+    own.mkdir(parents=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "inductor")
+    tempfile.tempdir = str(own)
+    if not compiler:
+        from torch._inductor.cpp_builder import CppBuilder
+
+        def build(self: Any) -> None:
+            raise AssertionError("the compiler was asked for something")
+
+        CppBuilder.build = build
+    return dlrm_initopt.train(config, overlap=True, shared_store=True)
+
+
 @pytest.mark.timeout(400)
 def test_compiled_parts_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up leaves no trace, and the code that it compiled is the code that trains."""
+    """The warm-up leaves no trace, one rank compiles, and the code that it compiled is the code that trains."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     chosen = config(compile=True)
     expected = fork_ranks(stock, chosen, timeout=350)
-    assert fork_ranks(started, chosen, timeout=350) == expected
+    assert fork_ranks(on_own_disk, tmp_path / "cold", chosen, timeout=350) == expected
+    # Every disk is empty again, and all there is is what the first start stored.
+    assert fork_ranks(on_own_disk, tmp_path / "moved", chosen, compiler=False, timeout=350) == expected
 
-    by_stock, ahead = (Run.load(tmp_path / "runs" / number) for number in ("0001", "0002"))
+    by_stock, cold, moved = (Run.load(tmp_path / "runs" / f"{number:04}") for number in (1, 2, 3))
     for rank in range(2):
         # Stock compiles in its first step, every backward graph when it comes to it. Inside DDP torch cuts a graph up.
         turns = compiled_on(by_stock, rank)
@@ -115,12 +138,19 @@ def test_compiled_parts_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert forward == ["DenseArch.forward", "InteractionArch.forward", "OverArch.forward"]
         assert {turn.name for turn in turns if turn.direction == "backward"} == set(forward)
         assert ["DDPOptimizer" in "".join(turn.breaks) for turn in turns[:3]] == [False, False, True]
-        # With initopt all of it is there before, from what stock left on the disk.
-        turns = compiled_on(ahead, rank)
-        assert {(turn.step, turn.lane, turn.direction) for turn in turns} == {("compile_warmup", "io:compile", "both")}
-        found = total(turns)
-        assert (found.graphs, found.recompiled, found.failed) == (3, 0, 0)
-        assert {span.name for span in ahead.of_rank(rank) if span.stage == "compile"} == {
-            "compile_warmup",
-            *(turn.name for turn in turns),
-        }
+        # With initopt all of it is there before.
+        for run in (cold, moved):
+            turns = compiled_on(run, rank)
+            assert {(turn.step, turn.lane, turn.direction) for turn in turns} == {
+                ("compile_warmup", "io:compile", "both")
+            }
+            found = total(turns)
+            assert (found.graphs, found.recompiled, found.failed) == (3, 0, 0)
+            steps = {span.name for span in run.of_rank(rank) if span.stage == "compile" and span.kind == "step"}
+            assert steps >= {"compile_parts", "compile_cache", "compile_load", "compile_warmup", "compiled"}
+    assert {one.role: one.hit for one in cold.compile_caches} == {"leader": False, "follower": False}
+    [led] = [one.rank for one in cold.compile_caches if one.role == "leader"]
+    for run, rank, use in ((cold, led, "miss"), (cold, 1 - led, "hit"), (moved, 0, "hit"), (moved, 1, "hit")):
+        turns = compiled_on(run, rank)
+        assert {turn.aot_autograd_cache for turn in turns} == {turn.fx_graph_cache for turn in turns} == {use}
+    assert all(one.hit and one.files for one in moved.compile_caches)

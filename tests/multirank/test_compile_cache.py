@@ -164,3 +164,61 @@ def test_where_nothing_is_compiled_ahead_nothing_is_taken_for_complete(tmp_path:
     none = fork_ranks(start, tmp_path / "a", str(tmp_path / "store"), graphs=0)
     assert all(one.graphs == 0 and not one.warned for one in none)
     assert not list((tmp_path / "a").glob("*/*.complete"))
+
+
+def own_constant(disk: Path, place: str) -> Any:
+    """Compile a part whose code has the rank baked in where no key of ours sees it; return what it computes."""
+    import torch
+    from torch import nn
+    from torch.distributed import TCPStore
+
+    from initopt import Call, Compile
+    from initopt.compile_cache.fast_batch import Examples
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(disk / str(rank))
+    # Spares the probes of instruction sets and a compiled header.
+    torch._inductor.config.cpp.vec_isa_ok = True
+    torch._inductor.config.cpp_cache_precompile_headers = False
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0)
+    hidden = {"rank": rank}
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (hidden["rank"] + 2)
+
+    part, device = Scaled(), torch.device("cpu")
+    compile = Compile(lambda model: {"part": model}, dynamic=False, cache=place, shared=True)  # type: ignore[dict-item]
+    compile.apply(part)
+    cache = compile.open_cache(compile.prepare(part, device), device, store=store, rank=rank, world_size=world_size)
+    cache.look_up()
+    examples = Examples({"part": (Call((torch.empty(4),)),)})
+    with torch.no_grad():
+        assert cache.make(lambda say: compile.warm_up(part, device, examples, cache, say=say)) == 1
+        cache.meet()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            result = part(torch.ones(4)).tolist()
+    with compile.first_step(part, (torch.ones(4),), cache):
+        pass
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < world_size:
+        pass
+    return result, cache.found
+
+
+def test_a_constant_of_one_rank_never_gets_into_the_code_of_another(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    first = fork_ranks(own_constant, tmp_path / "a", str(place), timeout=120)
+    assert [result for result, _ in first] == [[2.0] * 4, [3.0] * 4]
+    [follower] = [found for _, found in first if found.role == "follower"]
+    assert "some graphs are not those of rank" in follower.why
+    # Both were kept, and each rank finds its own.
+    moved = fork_ranks(own_constant, tmp_path / "b", str(place), timeout=120)
+    assert [result for result, _ in moved] == [[2.0] * 4, [3.0] * 4]
+    assert all(found.hit and not found.why for _, found in moved)
+    # What was learned outlives the code: without it each of the two classes of ranks has a leader.
+    for bundle in place.glob("*/*.bundle"):
+        bundle.unlink()
+    anew = fork_ranks(own_constant, tmp_path / "c", str(place), timeout=120)
+    assert [result for result, _ in anew] == [[2.0] * 4, [3.0] * 4]
+    assert [found.role for _, found in anew] == ["leader", "leader"]
