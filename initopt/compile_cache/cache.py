@@ -23,11 +23,12 @@ from initopt.compile_cache import headers, instruction_sets
 from initopt.compile_cache.authenticity import SigningKey
 from initopt.compile_cache.autotune import Tuned
 from initopt.compile_cache.key import Key
-from initopt.compile_cache.known import Known
+from initopt.compile_cache.known import DOCUMENTS, Known
 from initopt.compile_cache.later import call_after_compiles
 from initopt.compile_cache.leader import Outcome, one_for_all
 from initopt.compile_cache.meeting import all_there
 from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
+from initopt.compile_cache.within import within
 from initopt.rank_numbers import ranks_in_short
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 PATIENCE = 600.0
 """Seconds that ranks wait for the one that compiles, before another one does."""
+ANSWER = 30.0
+"""Seconds that a store may take to answer what a start-up waits for; compiled code may take as long as the patience."""
 
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _OURS = "initopt-"
@@ -171,21 +174,22 @@ class Cache(Uncached):
         except Exception as error:
             _warn(f"compiled code is neither looked up nor kept ({_first_line(error)})")
             return Uncached(ranks, patience=patience, between=between)
-        store, scope, problem = None, _identity(folder), ""
+        cache = cls(key, folder, None, _identity(folder), ranks, patience=patience, between=between)
         try:
-            store = ArtifactStore(where, SigningKey.find())
+            store = within(ANSWER, lambda: ArtifactStore(where, SigningKey.find()))
             if not shared:
                 os.makedirs(where, exist_ok=True)
-            scope = "job" if shared else _identity(Path(where))
+            cache._scope = "job" if shared else _identity(Path(where))
+            cache._store = store
         except Exception as error:
-            store, problem = None, f"compiled code is not kept ({_first_line(error)})"
-        cache = cls(key, folder, store, scope, ranks, patience=patience, between=between)
-        if problem:
-            cache._warn(problem)
+            cache._warn(f"compiled code is not kept ({_first_line(error)})")
+        host = f"instruction-sets-{key.host}"
+        about = {name: f"{name}-{key.model}" for name in DOCUMENTS}
+        documents = cache._documents((host, *about.values()))
         if device.type == "cpu":
-            verdicts = cache._document(f"instruction-sets-{key.host}")
+            verdicts = documents.get(host)
             cache._asks = verdicts is None or not instruction_sets.know(verdicts)
-        cache.known = Known.of(lambda name: cache._document(f"{name}-{key.model}"))
+        cache.known = Known.of({name: documents[stored] for name, stored in about.items() if stored in documents})
         return cache
 
     def look_up(self) -> bool:
@@ -218,14 +222,14 @@ class Cache(Uncached):
                 raise StoreError(str(self.folder), "what the other rank compiled is not in the store")
 
         if not self._hit:
-            class_of = self._document(self._class_name) or {}
-            self._outcome = self._one_for_all(f"compile/{class_of.get('graphs', '')}", work, use)
+            own = self._documents((self._class_name,)).get(self._class_name, {})
+            self._outcome = self._one_for_all(f"compile/{own.get('graphs', '')}", work, use)
         if self._hit or self._outcome.role == "followed":
             self._keeps = self._outcome.role != "followed"
-            missed = _misses()
+            before = headers.missed()
             with headers.as_text():
                 graphs = compile_now(_to_nobody)
-            if _misses() > missed:
+            if headers.missed() > before:
                 self._differs()
         outcome = self._outcome
         roles: dict[str, Literal["leader", "follower", "alone"]] = {"led": "leader", "followed": "follower"}
@@ -270,9 +274,10 @@ class Cache(Uncached):
             self._restock()
         else:
             self._hit = self._load()
-            if not self._hit and not self._why and self._store is not None:
+            store = self._store
+            if not self._hit and not self._why and store is not None:
                 with _problems(self):
-                    self._why.append(self._store.why_missed(self.key))
+                    self._why.append(within(ANSWER, lambda: store.why_missed(self.key)))
         return json.dumps({"hit": self._hit, "folder": _identity(self.folder), "why": self._why[:1]})
 
     def _look_as_told(self, told: str) -> None:
@@ -283,14 +288,15 @@ class Cache(Uncached):
 
     def _load(self) -> bool:
         """Fill the folder from the store, and say whether there was anything."""
-        if self._store is None:
+        store = self._store
+        if store is None:
             return False
         with _problems(self):
-            loaded = self._store.load(self.key, self.folder)
+            loaded = within(self._patience, lambda: store.load(self.key, self.folder))
             if loaded.rejected:
                 more = f" and {len(loaded.rejected) - 1} more" if len(loaded.rejected) > 1 else ""
                 self._why.append(loaded.rejected[0])
-                self._warn(f"compiled code in {self._store.place} was not opened ({loaded.rejected[0]}{more})")
+                self._warn(f"compiled code in {store.place} was not opened ({loaded.rejected[0]}{more})")
             self._names |= loaded.names
             self._files, self._bytes = len(loaded.names), loaded.bytes
             if loaded.bundles:
@@ -313,9 +319,10 @@ class Cache(Uncached):
 
     def _restock(self) -> None:
         """Store what is in the folder if somebody has emptied the store, which others rely on."""
-        if self._store is not None:
+        store = self._store
+        if store is not None:
             with _problems(self):
-                if not self._store.has(self.key):
+                if not within(ANSWER, lambda: store.has(self.key)):
                     self._save()
 
     def _save_aside(self) -> None:
@@ -339,11 +346,17 @@ class Cache(Uncached):
         # Beside the folder, so that it is no file of it.
         return self.folder.with_name(f"{self.folder.name}.complete")
 
-    def _document(self, name: str) -> Mapping[str, Any] | None:
-        if self._store is not None:
-            with _problems(self):
-                return self._store.document(name)
-        return None
+    def _documents(self, names: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
+        """Those of these documents that are there and can be opened."""
+        found: dict[str, Mapping[str, Any]] = {}
+        store = self._store
+        if store is not None:
+            for name in names:
+                with _problems(self):
+                    document = within(ANSWER, lambda name=name: store.document(name))  # type: ignore[misc]
+                    if document is not None:
+                        found[name] = document
+        return found
 
     def _put_document(self, name: str, data: Mapping[str, Any]) -> None:
         if self._store is not None:
@@ -370,6 +383,9 @@ class _problems:
             return False
         self._cache._why.append(_first_line(error))
         self._cache._warn(_first_line(error))
+        if isinstance(error, TimeoutError):
+            # It would be waited for again and again.
+            self._cache._store = None
         return True
 
 
@@ -390,13 +406,6 @@ def _compiled() -> bool:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"]) > 0
-
-
-def _misses() -> int:
-    """How many graphs torch's caches did not have, in this process."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"])
 
 
 def _graphs() -> str:

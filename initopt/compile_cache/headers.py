@@ -16,19 +16,28 @@ from initopt.compile_cache.replaced import on_this_thread
 
 @contextmanager
 def as_text() -> Iterator[None]:
-    """Let this thread's compiles include headers as they are. What is compiled in here all the same is compiled slower.
+    """Let this thread's compiles include headers as they are, until a graph is found that is yet to be compiled.
 
     Neither the code nor any key of a cache depends on it. On a torch that makes its headers elsewhere it does nothing.
     """
+    before = missed()
     with ExitStack() as stack:
         try:
             from torch._inductor import codecache
 
             # There is no public way: the option that switches these headers off enters the key of every graph.
-            stack.enter_context(on_this_thread(codecache, "_precompile_header", _as_it_is))
+            replaced = on_this_thread(codecache, "_precompile_header", _as_it_is, when=lambda: missed() == before)
+            stack.enter_context(replaced)
         except (ImportError, AttributeError):
             pass
         yield
+
+
+def missed() -> int:
+    """How many graphs torch's caches did not have, in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"])
 
 
 def _as_it_is(header: str, *_: Any, **__: Any) -> str:

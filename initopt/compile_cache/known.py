@@ -15,7 +15,7 @@ from initopt.compile_cache.autotune import Winners
 from initopt.compile_cache.calls import Recorded
 from initopt.compile_cache.dynamic_shapes import DynamicSources, versions
 
-CALLS, SIZES, WINNERS = "calls", "sizes", "winners"
+DOCUMENTS = CALLS, SIZES, WINNERS = ("calls", "sizes", "winners")
 """The names of the documents."""
 
 _Found = TypeVar("_Found")
@@ -30,27 +30,24 @@ class Known:
     winners: Winners | None = None
 
     @classmethod
-    def of(cls, document: Callable[[str], Mapping[str, Any] | None]) -> Known:
-        """Read the documents, which `document` returns by name."""
-        sizes = _read(document, SIZES, DynamicSources.from_data)
+    def of(cls, documents: Mapping[str, Mapping[str, Any]]) -> Known:
+        """Read the documents, which are given by name."""
+        sizes = _read(documents, SIZES, DynamicSources.from_data)
         if sizes is not None and dict(sizes.versions) != versions():
             # The names of sources are those of a library's variables.
             sizes = None
         return cls(
-            calls=_read(document, CALLS, Recorded.from_data),
+            calls=_read(documents, CALLS, Recorded.from_data),
             sizes=sizes,
-            winners=_read(document, WINNERS, Winners.from_data),
+            winners=_read(documents, WINNERS, Winners.from_data),
         )
 
 
-def _read(
-    document: Callable[[str], Mapping[str, Any] | None], name: str, from_data: Callable[[Any], _Found]
-) -> _Found | None:
-    data = document(name)
-    if data is None:
+def _read(documents: Mapping[str, Mapping[str, Any]], name: str, from_data: Callable[[Any], _Found]) -> _Found | None:
+    if name not in documents:
         return None
     try:
-        return from_data(data)
+        return from_data(documents[name])
     except ValueError as error:
         warnings.warn(f"initopt: what an earlier start left as {name!r} is not used ({error})", stacklevel=4)
         return None

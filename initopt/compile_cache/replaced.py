@@ -13,8 +13,10 @@ _one_at_a_time = threading.RLock()
 
 
 @contextmanager
-def on_this_thread(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let `module.name` be `function` in calls of this thread; those of other threads go where they went.
+def on_this_thread(
+    module: ModuleType, name: str, function: Callable[..., Any], when: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """Let `module.name` be `function` in calls of this thread, while `when` says so; others go where they went.
 
     While the block runs other threads that want to replace something wait. Raises AttributeError if there is no such
     function.
@@ -24,7 +26,8 @@ def on_this_thread(module: ModuleType, name: str, function: Callable[..., Any]) 
         original = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (function if threading.get_ident() == thread else original)(*args, **kwargs)
+            chosen = function if threading.get_ident() == thread and when() else original
+            return chosen(*args, **kwargs)
 
         setattr(module, name, call)
         try:

@@ -38,7 +38,7 @@ _here = threading.local()
 class Prepared:
     """What compiling ahead needs of a model before it is sharded: its `key.model_digest`, and a copy without data."""
 
-    model: str
+    model: str | None
     twin: Twin
 
 
@@ -84,8 +84,12 @@ class Compile:
         """Return what compiling ahead needs of the model as it was made: sharding changes it. Takes milliseconds."""
         import torch
 
-        parts = self.parts(model)
-        return Prepared(model_digest(parts), Twin.of(model, torch.device(device)))
+        try:
+            digest = model_digest(self.parts(model))
+        except Exception as error:
+            _uncached(error)
+            digest = None
+        return Prepared(digest, Twin.of(model, torch.device(device)))
 
     def open_cache(
         self,
@@ -108,15 +112,14 @@ class Compile:
         device = torch.device(device)
         ranks = Ranks(store, rank, world_size)
         options = {name: getattr(self, name) for name in ("mode", "options", "dynamic", "fullgraph")}
+        uncached = Uncached(ranks, patience=patience, between=between)
+        if prepared.model is None:
+            return uncached
         try:
             key = key_of(prepared.model, options=options, device=device)
         except Exception as error:
-            warnings.warn(
-                f"initopt: compiled code is neither looked up nor kept, as what it depends on could not be found out "
-                f"({_first_line(error)}); the start-up compiles as without a cache",
-                stacklevel=2,
-            )
-            return Uncached(ranks, patience=patience, between=between)
+            _uncached(error)
+            return uncached
         return Cache.open(key, device, ranks, place=self.cache, shared=self.shared, patience=patience, between=between)
 
     @contextmanager
@@ -269,6 +272,14 @@ def _compile(part: Callable[..., Any], call: Call) -> None:
         stack.enter_context(config.patch(force_non_lazy_backward_lowering=torch.is_grad_enabled()))
         stack.enter_context(suppress(_Compiled))
         part(*call.args, **call.kwargs)
+
+
+def _uncached(error: Exception) -> None:
+    warnings.warn(
+        f"initopt: compiled code is neither looked up nor kept, as what it depends on could not be found out "
+        f"({_first_line(error)}); the start-up compiles as without a cache",
+        stacklevel=3,
+    )
 
 
 def _first_line(error: Exception) -> str:

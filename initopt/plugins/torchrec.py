@@ -429,6 +429,8 @@ def _compiles_for_loader(start: TrainerStartup, compile: Compile) -> None:
 def _warmed_up(
     start: TrainerStartup, compile: Compile, place: Place, model: nn.Module, compile_cache: Any, compile_examples: Any
 ) -> int:
+    if not compile_examples.calls:
+        return 0
     place.enter()
     given = (model, place.device, compile_examples, compile_cache)
     graphs: int = compile_cache.make(lambda say: compile.warm_up(*given, between=start.pause, say=say))
