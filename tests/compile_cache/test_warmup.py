@@ -164,15 +164,16 @@ class InstructionSet:
         return True
 
 
-@pytest.mark.parametrize(("first", "order"), [(0, "xyabc"), (1, "yxbca"), (5, "yxcab")])
-def test_ranks_begin_with_different_pieces(first: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_comes_in_pieces_with_words_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     sets = [InstructionSet(name, events) for name in "xy"]
     monkeypatch.setattr("initopt.compile_cache.warmup.candidates", lambda: sets)
     parts = {name: lambda name=name: events.append(name) for name in "abc"}
     pieces = Compile(lambda m: parts, lambda device: dict.fromkeys("abc", Call()))  # type: ignore[arg-type,return-value]
-    pieces.warm_up(model(), torch.device("cpu"), first=first, between=lambda: events.append("|"))
-    assert "".join(events) == "".join(f"|{name}" for name in order)
+    said: list[str] = []
+    pieces.warm_up(model(), torch.device("cpu"), between=lambda: events.append("|"), say=said.append)
+    assert "".join(events) == "|x|y|a|b|c"
+    assert said == ["looks what this CPU can do", "compiles 'a'", "compiles 'b'", "compiles 'c'"]
 
 
 def test_the_compiler_finds_its_instruction_set_known_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from initopt import Recorder, Run, StartupFailed, plugins
+from initopt import Compile, Recorder, Run, StartupFailed, plugins
+from initopt.compile_cache.fast_batch import Examples
 from initopt.plugins import hookimpl
 from initopt.plugins.torchrec import Ready, TrainerStartup, trainer
 from tests.multirank.forked import fork_ranks
@@ -354,25 +355,19 @@ def test_a_collective_off_its_lane_is_refused_before_it_is_made() -> None:
         assert "calls all_reduce at" in first and "Set lane='comms'" in first
 
 
-class Warmed:
-    """In the place of `Compile`: it compiles `late` graphs at the first step."""
+class Warmed(Compile):
+    """It compiles two graphs ahead, and `late` more at the first step."""
 
     def __init__(self, late: int) -> None:
-        self.late = late
-        self.asked = 0
+        super().__init__(lambda model: {}, batch=lambda device: None)
+        counted = iter([2, 2 + late])
+        object.__setattr__(self, "graphs", lambda: next(counted))
 
-    def apply(self, model: Any) -> None:
-        self.asked = 0
-
-    def calls(self, *_: Any, **__: Any) -> Any:
-        return None
+    def calls(self, *_: Any, **__: Any) -> Examples:
+        return Examples({"part": ()})
 
     def warm_up(self, *_: Any, **__: Any) -> int:
         return 2
-
-    def graphs(self) -> int:
-        self.asked += 1
-        return 2 if self.asked == 1 else 2 + self.late
 
 
 @pytest.mark.parametrize("late", [0, 3])
