@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,13 @@ class Started:
     graphs: int
     found: Any
     warned: tuple[str, ...]
+
+
+def kept() -> None:
+    """Wait for what is being kept: a forked rank ends without its threads."""
+    for thread in threading.enumerate():
+        if thread.name == "initopt-compile-cache":
+            thread.join()
 
 
 def start(
@@ -77,6 +85,7 @@ def start(
             made = -1
         assert cache.meet() == ()
         cache.keep()
+        kept()
     there = names_in(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     told = tuple(str(one.message) for one in caught if str(one.message).startswith("initopt: "))
     # Rank 0 serves the store.
@@ -200,6 +209,7 @@ def own_constant(disk: Path, place: str) -> Any:
             result = part(torch.ones(4)).tolist()
     with compile.first_step(part, (torch.ones(4),), cache):
         pass
+    kept()
     store.add("done", 1)
     while rank == 0 and store.add("done", 0) < world_size:
         pass
