@@ -305,10 +305,11 @@ class Cache(Uncached):
         return False
 
     def _save(self) -> None:
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
         with _problems(self), self._saving:
-            self._store.save(self.key, self.folder, self._names)
+            within(self._patience, lambda: store.save(self.key, self.folder, self._names))
             while self._learned:
                 name, data = self._learned.popitem()
                 self._put_document(f"{name}-{self.key.model}", data)
@@ -359,9 +360,10 @@ class Cache(Uncached):
         return found
 
     def _put_document(self, name: str, data: Mapping[str, Any]) -> None:
-        if self._store is not None:
+        store = self._store
+        if store is not None:
             with _problems(self):
-                self._store.put_document(name, data)
+                within(ANSWER, lambda: store.put_document(name, data))
 
     def _warn(self, text: str) -> None:
         if not self._warned:
