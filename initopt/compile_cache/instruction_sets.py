@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +30,14 @@ def candidates() -> list[Any]:
         return [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in there for flag in str(isa).split())]
     except (ImportError, AttributeError):
         return []
+
+
+def ask() -> None:
+    """Ask for all candidates at once, each on a thread: inductor does one after the other, and waits for compilers."""
+    isas = candidates()
+    if isas:
+        with ThreadPoolExecutor(len(isas), thread_name_prefix="initopt-isa") as pool:
+            list(pool.map(bool, isas))
 
 
 def verdicts() -> dict[str, bool]:

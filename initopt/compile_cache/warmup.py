@@ -23,7 +23,7 @@ from initopt.compile_cache.cache import PATIENCE, Cache, Ranks, Uncached
 from initopt.compile_cache.calls import Call, Recorded, recording
 from initopt.compile_cache.dynamic_shapes import applied, apply, watch
 from initopt.compile_cache.fast_batch import Examples, Twin, batch_schema, examples_for, loader_schema
-from initopt.compile_cache.instruction_sets import candidates
+from initopt.compile_cache.instruction_sets import ask
 from initopt.compile_cache.key import key_of, model_digest
 from initopt.compile_cache.known import CALLS, SIZES, WINNERS
 from initopt.compile_cache.replaced import on_this_thread
@@ -200,8 +200,8 @@ class Compile:
         static. Elsewhere they would make the code of the first one dynamic, and the first batch would run that. `cache`
         has what earlier starts learned, and learns from this one.
 
-        It comes in pieces: on a CPU what the C++ compiler and this host can do, one instruction set after the other,
-        then each part. `between` is called before each piece, and `say` with a few words on it.
+        It comes in pieces: on a CPU what the C++ compiler and this host can do, then each part. `between` is called
+        before each piece, and `say` with a few words on it.
 
         What fails here is left to the first batch, with one warning: there it fails as it would without a warm-up, or
         not.
@@ -217,10 +217,9 @@ class Compile:
 
         before = self.graphs()
         if torch.device(device).type == "cpu":
+            between()
             say("looks what this CPU can do")
-            for instructions in candidates():
-                between()
-                bool(instructions)
+            ask()
         parts = self.parts(model)
         unknown = [name for name in examples.calls if name not in parts]
         if unknown:

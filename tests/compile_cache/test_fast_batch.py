@@ -281,7 +281,7 @@ def test_later_calls_are_warmed_up_where_shapes_are_static(
         "initopt.compile_cache.warmup._Backend.__init__",
         lambda self, *_: setattr(self, "_inductor", lambda graph, inputs: graph.forward),
     )
-    monkeypatch.setattr("initopt.compile_cache.warmup.candidates", list)
+    monkeypatch.setattr("initopt.compile_cache.warmup.ask", lambda: None)
     m = model()
     chosen = Compile(parts, dynamic=dynamic)
     chosen.apply(m)

@@ -155,24 +155,14 @@ def test_an_example_for_a_part_that_is_none() -> None:
         compile(name="prat").warm_up(model(), torch.device("cpu"))
 
 
-class InstructionSet:
-    def __init__(self, name: str, asked: list[str]) -> None:
-        self.name, self.asked = name, asked
-
-    def __bool__(self) -> bool:
-        self.asked.append(self.name)
-        return True
-
-
 def test_it_comes_in_pieces_with_words_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    sets = [InstructionSet(name, events) for name in "xy"]
-    monkeypatch.setattr("initopt.compile_cache.warmup.candidates", lambda: sets)
+    monkeypatch.setattr("initopt.compile_cache.warmup.ask", lambda: events.append("?"))
     parts = {name: lambda name=name: events.append(name) for name in "abc"}
     pieces = Compile(lambda m: parts, lambda device: dict.fromkeys("abc", Call()))  # type: ignore[arg-type,return-value]
     said: list[str] = []
     pieces.warm_up(model(), torch.device("cpu"), between=lambda: events.append("|"), say=said.append)
-    assert "".join(events) == "|x|y|a|b|c"
+    assert "".join(events) == "|?|a|b|c"
     assert said == ["looks what this CPU can do", "compiles 'a'", "compiles 'b'", "compiles 'c'"]
 
 
