@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import math
 import types
 from collections.abc import Callable
 from enum import Enum
@@ -80,7 +81,7 @@ class _Context(ShardPerfContext):  # type: ignore[misc]
     """A context that adds up its inputs and outputs once; the evaluators ask a dozen times."""
 
     def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
+        self.__dict__ = fields
 
     batch_inputs = _Once(ShardPerfContext.batch_inputs)
     batch_outputs = _Once(ShardPerfContext.batch_outputs)
@@ -96,9 +97,17 @@ def _second(module: types.ModuleType, **names: Any) -> Any:
     return twin
 
 
+class _Plain:
+    """Attributes. Of a class of its own the interpreter finds them sooner than of a `SimpleNamespace`."""
+
+    def __init__(self, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
 def _plain(enumeration: type[Enum]) -> Any:
     """Return the members by name; their `.value` is no descriptor."""
-    return types.SimpleNamespace(**{each.name: types.SimpleNamespace(value=each.value) for each in enumeration})
+    return _Plain(**{each.name: _Plain(value=each.value) for each in enumeration})
 
 
 def _nothing(config: Any, sharding_type: str | None = None) -> None:
@@ -116,18 +125,42 @@ def _once_per_context(method: Any) -> Any:
     return kept
 
 
-def _once_per_option(function: Any) -> Any:
-    """The sizes for SSD are asked for with the arguments of those for HBM and DDR."""
-    asked: list[Any] = [None, {}]
+def _once_per_cut(function: Any) -> Any:
+    """The sizes for SSD are asked for with the arguments of those for HBM and DDR, and kernels have some in common."""
+    # The sizes of the shards, the rest that the kernels of a table share, and the answers. Replaced as one: another
+    # thread may plan at the same time.
+    cut: tuple[Any, dict[str, Any], dict[Any, Any]] = (None, {}, {})
 
     def kept(*, storage: int, shard_sizes: Any, clf: float | None = None, **same: Any) -> Any:
+        nonlocal cut
+        sizes, rest, answers = cut
         # Each option has a list of sizes of its own, and `same` for all of its calls.
-        if asked[0] is not shard_sizes:
-            asked[:] = shard_sizes, {}
-        sizes = asked[1].get((storage, clf))
-        if sizes is None:
-            sizes = asked[1][storage, clf] = function(storage=storage, shard_sizes=shard_sizes, clf=clf, **same)
-        return sizes
+        if sizes is not shard_sizes:
+            if sizes != shard_sizes or rest != same:
+                answers = {}
+            cut = shard_sizes, same, answers
+        # One and 1.0 are equal, but not what follows from them if it is very large.
+        key = storage, clf, type(clf)
+        answer = answers.get(key)
+        if answer is None:
+            answer = answers[key] = function(storage=storage, shard_sizes=shard_sizes, clf=clf, **same)
+        return answer
+
+    return kept
+
+
+def _unless_repeated(function: Any) -> Any:
+    """The kernels of a table are asked about in turn; the sizes of its inputs and outputs are the same for all."""
+    last: tuple[dict[str, Any], Any] = ({"input_lengths": None}, None)
+
+    def kept(**asked: Any) -> Any:
+        nonlocal last
+        before, answer = last
+        # The options of a table share this list; those of another may have integers for equal floats.
+        if asked["input_lengths"] is not before["input_lengths"] or asked != before:
+            answer = function(**asked)
+            last = asked, answer
+        return answer
 
     return kept
 
@@ -136,7 +169,9 @@ def _once_per_option(function: Any) -> Any:
 def _second_storage() -> Any:
     names = {"ShardingType": _plain(ShardingType), "EmbeddingComputeKernel": _plain(EmbeddingComputeKernel)}
     module = _second(shard_estimators, **names)
-    module._calculate_storage_specific_sizes = _once_per_option(module._calculate_storage_specific_sizes)
+    module.prod = math.prod
+    module._calculate_storage_specific_sizes = _once_per_cut(module._calculate_storage_specific_sizes)
+    module._calculate_shard_io_sizes = _unless_repeated(module._calculate_shard_io_sizes)
     return module.EmbeddingStorageEstimator
 
 

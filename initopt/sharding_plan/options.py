@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 import numpy
-from torchrec.distributed.planner.types import Shard, ShardingOption, Storage
+from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Storage
 
 Run = tuple[Any, Any, int]
 """Consecutive shards with the same estimates: their `Perf`, their `Storage`, their number."""
@@ -66,8 +66,7 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
     @shards.setter
     def shards(self, value: list[Any]) -> None:
         if len(value) == 1 and isinstance(value[0], Layout):
-            self._layout = value[0]
-            self._kinds = self._layout.kinds()
+            self._layout, self._kinds = value[0], value[0].kinds()
         else:
             self._layout, self._shards = None, value
 
@@ -103,14 +102,7 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any] | None) -> LazyOption:
         twin = type(self).__new__(type(self))
-        state = twin.__dict__
-        state.update(self.__dict__)
-        for name, value in self.__dict__.items():
-            if type(value) in _ATOMS or name in _SHARED:
-                continue
-            # Nearly all options have one list, of numbers.
-            flat = type(value) is list and _ATOMS.issuperset(map(type, value))
-            state[name] = value.copy() if flat else deepcopy(value, memo)
+        twin.__dict__ = state = _copied(self.__dict__, memo)
         if "_kinds" in state:
             # TorchRec replaces estimates and never changes them in place.
             state["_kinds"] = [Shard(k.size, k.offset, k.storage, k.perf) for k in self._kinds]
@@ -122,13 +114,58 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
         return ShardingOption.__new__, (ShardingOption,), option.__dict__
 
 
-_SHARED = {"_tensor", "_module", "_layout", "_kinds"}
+class ProposedOption(ShardingOption):  # type: ignore[misc]
+    """An ordinary option, estimated by TorchRec, of which `plan()` soon makes the deep copy that is the best plan.
+
+    The copy is a `ShardingOption`, with everything of its own as if made by `copy.deepcopy`, but sooner.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> ShardingOption:
+        twin = ShardingOption.__new__(ShardingOption)
+        twin.__dict__ = state = _copied(self.__dict__, memo)
+        state["shards"] = [
+            Shard(s.size.copy(), s.offset.copy(), _own_storage(s.storage), _own_perf(s.perf), s.rank)
+            for s in self.shards
+        ]
+        return twin
+
+
+def _own_storage(storage: Any) -> Any:
+    return Storage(storage.hbm, storage.ddr, storage.ssd)
+
+
+def _own_perf(perf: Any) -> Any:
+    return Perf(
+        perf.fwd_compute,
+        perf.fwd_comms,
+        perf.bwd_compute,
+        perf.bwd_comms,
+        perf.input_dist_comms,
+        perf.prefetch_compute,
+    )
+
+
+def _copied(state: dict[str, Any], memo: dict[int, Any] | None) -> dict[str, Any]:
+    """Return a deep copy of the attributes of an option, but for those in `_SHARED`."""
+    copied = state.copy()
+    for name, value in state.items():
+        if type(value) in _ATOMS or name in _SHARED:
+            continue
+        # Nearly all options have one list, of numbers.
+        flat = type(value) is list and _ATOMS.issuperset(map(type, value))
+        copied[name] = value.copy() if flat else deepcopy(value, memo)
+    return copied
+
+
+_SHARED = {"_tensor", "_module", "_layout", "_kinds", "shards"}
+"""What TorchRec shares between an option and its copy, and what is copied apart."""
 _ATOMS = {str, int, float, bool, type(None)}
 _OURS = {"_layout", "_kinds", "_shards"}
 
 # An error text may print an option: it reads as it does without initopt.
-LazyOption.__name__, LazyOption.__qualname__ = ShardingOption.__name__, ShardingOption.__qualname__
-LazyOption.__module__ = ShardingOption.__module__
+for _kind in (LazyOption, ProposedOption):
+    _kind.__name__, _kind.__qualname__ = ShardingOption.__name__, ShardingOption.__qualname__
+    _kind.__module__ = ShardingOption.__module__
 
 
 def compact(options: Sequence[Any]) -> Callable[[], None]:
@@ -156,11 +193,11 @@ def runs(option: Any) -> Iterator[Run]:
         yield perf, storage, sum(1 for _ in same)
 
 
-def plain(option: Any) -> Any:
+def plain(option: Any, kind: type[ShardingOption] = ShardingOption) -> Any:
     """Return an ordinary option with shards of its own and no ranks; itself if it is ordinary already."""
     if not isinstance(option, LazyOption):
         return option
-    twin = ShardingOption.__new__(ShardingOption)
+    twin = kind.__new__(kind)
     twin.__dict__.update((name, value) for name, value in option.__dict__.items() if name not in _OURS)
     if option.lazy and option._layout:
         twin.shards = option._layout.shards(option._kinds)
