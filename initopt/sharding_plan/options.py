@@ -20,7 +20,7 @@ Run = tuple[Any, Any, int]
 
 
 class Layout:
-    """How a table is cut: shard i has the size `sizes[k]` ([rows, columns]) of the run k that it belongs to."""
+    """How a table is cut: shard i has the size ([rows, columns]) of the kind that its run names."""
 
     def __init__(self, sizes: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
         self.count = len(sizes)
@@ -28,13 +28,10 @@ class Layout:
         kinds: dict[tuple[int, ...], int] = {}
         runs = itertools.groupby(kinds.setdefault(tuple(size), len(kinds)) for size in sizes)
         self.runs = [(kind, sum(1 for _ in run)) for kind, run in runs]
-        self.sizes = [list(size) for size in kinds]
+        self.kinds = [Shard(size=list(size), offset=[0] * len(size)) for size in kinds]
+        """One shard per distinct size, without estimates."""
         # An array: lists of offsets would take a gigabyte for thousands of tables on a thousand ranks.
         self._offsets = numpy.asarray(offsets)
-
-    def kinds(self) -> list[Any]:
-        """Return one shard per distinct size, without estimates."""
-        return [Shard(size=size, offset=[0] * len(size)) for size in self.sizes]
 
     def shards(self, kinds: Sequence[Any]) -> list[Any]:
         """Return every shard, with the estimates of its kind and no rank."""
@@ -52,6 +49,7 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
     """
 
     _layout: Layout | None = None
+    # Never changed in place, so copies of an option share them.
     _kinds: list[Any]
     _shards: list[Any] | None = None
 
@@ -66,7 +64,7 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
     @shards.setter
     def shards(self, value: list[Any]) -> None:
         if len(value) == 1 and isinstance(value[0], Layout):
-            self._layout, self._kinds = value[0], value[0].kinds()
+            self._layout, self._kinds = value[0], value[0].kinds
         else:
             self._layout, self._shards = None, value
 
@@ -102,10 +100,7 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any] | None) -> LazyOption:
         twin = type(self).__new__(type(self))
-        twin.__dict__ = state = _copied(self.__dict__, memo)
-        if "_kinds" in state:
-            # TorchRec replaces estimates and never changes them in place.
-            state["_kinds"] = [Shard(k.size, k.offset, k.storage, k.perf) for k in self._kinds]
+        twin.__dict__ = _copied(self.__dict__, memo)
         return twin
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
@@ -172,7 +167,8 @@ def compact(options: Sequence[Any]) -> Callable[[], None]:
     """Let lazy options show one shard per distinct size, until the function that is returned is called."""
     shown = [option for option in options if isinstance(option, LazyOption) and option.lazy]
     for option in shown:
-        option._shards = option._kinds
+        # TorchRec replaces estimates and never changes them in place.
+        option._kinds = option._shards = [Shard(k.size, k.offset, k.storage, k.perf) for k in option._kinds]
 
     def restore() -> None:
         for option in shown:
