@@ -8,7 +8,7 @@ many of them stand where. To the rest of TorchRec it is a `ShardingOption`; `pla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -26,8 +26,12 @@ class Layout:
         self.count = len(sizes)
         # Shards of one size may stand apart (grid sharding), so a run names its kind.
         kinds: dict[tuple[int, ...], int] = {}
-        runs = itertools.groupby(kinds.setdefault(tuple(size), len(kinds)) for size in sizes)
-        self.runs = [(kind, sum(1 for _ in run)) for kind, run in runs]
+        self.runs: list[tuple[int, int]] = []
+        start = 0
+        for i, size in enumerate(sizes, 1):
+            if i == self.count or sizes[i] != size:
+                self.runs.append((kinds.setdefault(tuple(size), len(kinds)), i - start))
+                start = i
         self.kinds = [Shard(size=list(size), offset=[0] * len(size)) for size in kinds]
         """One shard per distinct size, without estimates."""
         # An array: lists of offsets would take a gigabyte for thousands of tables on a thousand ranks.
@@ -177,16 +181,14 @@ def compact(options: Sequence[Any]) -> Callable[[], None]:
     return restore
 
 
-def runs(option: Any) -> Iterator[Run]:
-    """Yield the runs of an option's shards, without making them."""
-    if isinstance(option, LazyOption) and option.lazy:
+def runs(option: Any) -> list[Run]:
+    """Return the runs of an option's shards, without making them."""
+    if isinstance(option, LazyOption) and option._shards is None:
         assert option._layout is not None
-        for kind, count in option._layout.runs:
-            shard = option._kinds[kind]
-            yield shard.perf, shard.storage, count
-        return
-    for (perf, storage), same in itertools.groupby(option.shards, key=lambda shard: (shard.perf, shard.storage)):
-        yield perf, storage, sum(1 for _ in same)
+        kinds = option._kinds
+        return [(kinds[kind].perf, kinds[kind].storage, count) for kind, count in option._layout.runs]
+    alike = itertools.groupby(option.shards, key=lambda shard: (shard.perf, shard.storage))
+    return [(perf, storage, sum(1 for _ in same)) for (perf, storage), same in alike]
 
 
 def plain(option: Any, kind: type[ShardingOption] = ShardingOption) -> Any:

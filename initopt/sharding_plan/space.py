@@ -15,9 +15,10 @@ from torchrec.distributed.types import ShardingType
 
 from initopt.sharding_plan.options import runs
 
-UNIT = 2**64
+UNIT = 2.0**64
 LARGEST = 2**62
 """Above this TorchRec sees no rating and no storage, and an array of 64-bit integers could overflow."""
+_LARGEST_PERF = float(LARGEST)
 _LARGEST_INT_PERF = 2**31
 """Integers up to here are added exactly as floats, however many shards there are."""
 
@@ -178,7 +179,9 @@ def _run(perf: Any, storage: Any, start: int, count: int, table: str) -> Run:
     for part in parts:
         # Not a number compares as false; a whole number is exact as a float up to far above this.
         if not (
-            0 <= part < LARGEST if isinstance(part, float) else type(part) is int and 0 <= part <= _LARGEST_INT_PERF
+            0.0 <= part < _LARGEST_PERF
+            if isinstance(part, float)
+            else type(part) is int and 0 <= part <= _LARGEST_INT_PERF
         ):
             raise Unmodelled(f"{table} has the perf {perf}")
     return Run(parts, perf.total, sizes, start, start + count, count)
