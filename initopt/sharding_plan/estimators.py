@@ -8,6 +8,7 @@ these look-ups are short. TorchRec's modules stay as they are.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -44,6 +45,8 @@ def terse(estimator: Any) -> Estimate:
         return functools.partial(_estimate_and_validate, estimator, terse(estimator._estimator))
     if kind is not perf_estimators.EmbeddingPerfEstimator:
         raise Unknown(f"{kind.__name__} is not TorchRec's own")
+    if not _Sum.READ.issuperset(_fields_read(ShardPerfContext.batch_inputs, ShardPerfContext.batch_outputs)):
+        raise Unknown("the sums of this torchrec are of other fields than those of the one that was tested")
     config = type(estimator._config)
     if config.post_process_perfs is not HardwarePerfConfig.post_process_perfs:
         raise Unknown(f"{config.__name__} adjusts the shards of an option together")
@@ -68,6 +71,9 @@ class _Sum:
     The evaluators ask a dozen times, for every kernel and size of shard of a table.
     """
 
+    READ = frozenset({"input_lengths", "num_poolings", "batch_sizes", "is_pooled"})
+    """The fields that it may depend on."""
+
     def __init__(self, stock: property) -> None:
         assert stock.fget is not None
         self._compute = stock.fget
@@ -90,6 +96,19 @@ class _Sum:
             self._last = fields, value
         fields[self._name] = value
         return value
+
+
+def _fields_read(*properties: property) -> set[str]:
+    """Return the fields of a context that the code of these properties names."""
+    codes = [each.fget.__code__ for each in properties if isinstance(each.fget, types.FunctionType)]
+    named = {name for code in codes for name in names_in(code)}
+    return named & {field.name for field in dataclasses.fields(ShardPerfContext)}
+
+
+def names_in(code: types.CodeType) -> list[str]:
+    """Return the names that a function looks up, in the functions within it too."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [*code.co_names, *(name for names in inner for name in names)]
 
 
 class _Context(ShardPerfContext):  # type: ignore[misc]

@@ -191,8 +191,8 @@ def runs(option: Any) -> list[Run]:
     return [(perf, storage, sum(1 for _ in same)) for (perf, storage), same in alike]
 
 
-def plain(option: Any, kind: type[ShardingOption] = ShardingOption) -> Any:
-    """Return an ordinary option with shards of its own and no ranks; itself if it is ordinary already."""
+def plain(option: Any, kind: Any = ShardingOption) -> Any:
+    """Return an option of this `kind`, with shards of its own and no ranks; itself if it is no lazy one."""
     if not isinstance(option, LazyOption):
         return option
     twin = kind.__new__(kind)
