@@ -371,6 +371,19 @@ def test_what_is_computed_once_for_a_table_is_not_taken_for_another() -> None:
     )
 
 
+def test_constraints_that_are_changed_in_place_count_in_the_next_plan() -> None:
+    plans = []
+    for make in (_stock, fast_planner):
+        pooling = [1.0]
+        for lookups in (1.0, 500.0):
+            pooling[0] = lookups
+            constraints = {f"t{i}": ParameterConstraints(pooling_factors=pooling) for i in range(len(ROWS))}
+            planner = make(topology=topology(), constraints=constraints)
+            plan(planner)
+            plans.append([canonical(option.shards) for option in planner.get_search_space()])
+    assert plans[:2] == plans[2:]
+
+
 def test_sums_of_other_fields_are_left_to_torchrec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("initopt.sharding_plan.estimators._Sum.READ", frozenset({"input_lengths"}))
     told = both(topology=topology)

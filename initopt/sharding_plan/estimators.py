@@ -55,7 +55,13 @@ def terse(estimator: Any) -> Estimate:
     return functools.partial(_estimate, "annotated" if annotated else "perf", twin)
 
 
+_call = object()
+"""Stands for one call of an estimator. What it keeps is not for the next: a user may have changed a list by then."""
+
+
 def _estimate(which: str, estimator: Any, options: list[Any], sharder_data_map: Any) -> None:
+    global _call
+    _call = object()
     _SECOND[which]().estimate(estimator, options, sharder_data_map=sharder_data_map)
 
 
@@ -77,23 +83,25 @@ class _Sum:
     def __init__(self, stock: property) -> None:
         assert stock.fget is not None
         self._compute = stock.fget
-        self._last: tuple[dict[str, Any], Any] = ({"input_lengths": None}, None)
+        # Replaced as one: another thread may plan at the same time.
+        self._last: tuple[object, dict[str, Any], Any] = (None, {}, None)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, context: Any, owner: type) -> Any:
         fields = context.__dict__
-        before, value = self._last
+        call, before, value = self._last
         # The options of a table share this list; those of another may have integers for equal floats.
         if not (
-            fields["input_lengths"] is before["input_lengths"]
+            call is _call
+            and fields["input_lengths"] is before["input_lengths"]
             and fields["num_poolings"] == before["num_poolings"]
             and fields["batch_sizes"] == before["batch_sizes"]
             and fields["is_pooled"] == before["is_pooled"]
         ):
             value = self._compute(context)
-            self._last = fields, value
+            self._last = _call, fields, value
         fields[self._name] = value
         return value
 
@@ -161,18 +169,17 @@ def _once_per_context(method: Any) -> Any:
 
 def _once_per_cut(function: Any) -> Any:
     """The sizes for SSD are asked for with the arguments of those for HBM and DDR, and kernels have some in common."""
-    # The sizes of the shards, the rest that the kernels of a table share, and the answers. Replaced as one: another
-    # thread may plan at the same time.
-    cut: tuple[Any, dict[str, Any], dict[Any, Any]] = (None, {}, {})
+    # The call, the sizes of the shards, the rest that the kernels of a table share, and the answers.
+    cut: tuple[object, Any, dict[str, Any], dict[Any, Any]] = (None, None, {}, {})
 
     def kept(*, storage: int, shard_sizes: Any, clf: float | None = None, **same: Any) -> Any:
         nonlocal cut
-        sizes, rest, answers = cut
+        call, sizes, rest, answers = cut
         # Each option has a list of sizes of its own, and `same` for all of its calls.
         if sizes is not shard_sizes:
-            if sizes != shard_sizes or rest != same:
+            if call is not _call or sizes != shard_sizes or rest != same:
                 answers = {}
-            cut = shard_sizes, same, answers
+            cut = _call, shard_sizes, same, answers
         # One and 1.0 are equal, but not what follows from them if it is very large.
         key = storage, clf, type(clf)
         answer = answers.get(key)
@@ -185,15 +192,15 @@ def _once_per_cut(function: Any) -> Any:
 
 def _unless_repeated(function: Any) -> Any:
     """The kernels of a table are asked about in turn; the sizes of its inputs and outputs are the same for all."""
-    last: tuple[dict[str, Any], Any] = ({"input_lengths": None}, None)
+    last: tuple[object, dict[str, Any], Any] = (None, {}, None)
 
     def kept(**asked: Any) -> Any:
         nonlocal last
-        before, answer = last
+        call, before, answer = last
         # The options of a table share this list; those of another may have integers for equal floats.
-        if asked["input_lengths"] is not before["input_lengths"] or asked != before:
+        if call is not _call or asked["input_lengths"] is not before["input_lengths"] or asked != before:
             answer = function(**asked)
-            last = asked, answer
+            last = _call, asked, answer
         return answer
 
     return kept
