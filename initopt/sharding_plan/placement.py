@@ -26,7 +26,7 @@ SLACK = 1e-9
 A rating is a float sum of at most some ten thousand terms per rank, so two orders of adding differ by less than 1e-11.
 """
 
-_CHECKPOINT = 8
+_CHECKPOINT = 32
 """So many uniform options lie between two stored states; all of them would take gigabytes for thousands of tables."""
 
 
