@@ -337,7 +337,59 @@ def test_an_option_makes_its_shards_when_asked() -> None:
 def test_the_selected_options_are_torchrecs() -> None:
     planner = fast_planner(topology=topology())
     plan(planner)
-    assert {type(option) for option in planner.get_selected_options()} == {ShardingOption}
+    selected = planner.get_selected_options()
+    assert {type(option) for option in selected} == {ShardingOption}
+    # Nothing of theirs is anyone else's: whoever changes a part of a shard in place changes that one.
+    shards = [shard for option in (*selected, *planner.get_search_space()) for shard in option.shards]
+    chosen = sum(option.num_shards for option in selected)
+    for part in ("size", "offset", "storage", "perf"):
+        others = [id(getattr(shard, part)) for shard in shards[chosen:]]
+        assert len({id(getattr(shard, part)) for shard in shards[:chosen]}.difference(others)) == chosen
+
+
+def test_estimates_of_a_copy_are_its_own() -> None:
+    enumerator = fast_planner(topology=topology())._enumerator
+    options = enumerator.enumerate(model(), [EmbeddingBagCollectionSharder()])
+    before = canonical([option.shards for option in copy.deepcopy(options)])
+    copies = copy.deepcopy(options)
+    for option in copies:
+        option.batch_size *= 2
+    enumerator.populate_estimates(copies)
+    assert canonical([option.shards for option in copies]) != before
+    assert canonical([option.shards for option in options]) == before
+
+
+def test_what_is_computed_once_for_a_table_is_not_taken_for_another() -> None:
+    pooling = [20.0]  # one list for two tables, which TorchRec allows
+    both(
+        topology=topology,
+        constraints=lambda: {
+            "t1": ParameterConstraints(pooling_factors=pooling, num_poolings=[1.0]),
+            "t2": ParameterConstraints(pooling_factors=pooling, num_poolings=[3.0]),
+            "t3": ParameterConstraints(pooling_factors=pooling, batch_sizes=[64]),
+        },
+    )
+
+
+def test_constraints_that_are_changed_in_place_count_in_the_next_plan() -> None:
+    plans = []
+    for make in (_stock, fast_planner):
+        pooling = [1.0]
+        for lookups in (1.0, 500.0):
+            pooling[0] = lookups
+            constraints = {f"t{i}": ParameterConstraints(pooling_factors=pooling) for i in range(len(ROWS))}
+            planner = make(topology=topology(), constraints=constraints)
+            plan(planner)
+            plans.append([canonical(option.shards) for option in planner.get_search_space()])
+    assert plans[:2] == plans[2:]
+
+
+def test_sums_of_other_fields_are_left_to_torchrec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("initopt.sharding_plan.estimators._Sum.READ", frozenset({"input_lengths"}))
+    told = both(topology=topology)
+    assert told.fast and told.stock == (
+        StockPart("estimator", "the sums of this torchrec are of other fields than those of the one that was tested"),
+    )
 
 
 def test_planning_warns_of_nothing() -> None:

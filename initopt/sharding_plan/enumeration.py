@@ -14,7 +14,7 @@ from typing import Any
 from torchrec.distributed.planner import enumerators
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 
-from initopt.sharding_plan.estimators import Estimate, Unknown, terse
+from initopt.sharding_plan.estimators import Estimate, Unknown, names_in, terse
 from initopt.sharding_plan.options import Layout, LazyOption, compact
 
 _REPLACED = {"ShardingOption", "Shard", "calculate_shard_sizes_and_offsets"}
@@ -86,13 +86,8 @@ def enumerates_as_expected() -> bool:
     return (
         isinstance(function, types.FunctionType)
         and not function.__code__.co_freevars
-        and _REPLACED.issubset(_names(function.__code__))
+        and _REPLACED.issubset(names_in(function.__code__))
     )
-
-
-def _names(code: types.CodeType) -> list[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [*code.co_names, *(name for names in inner for name in names)]
 
 
 def _lazily(enumerator: FastEnumerator, module: Any, sharders: list[Any]) -> Any:

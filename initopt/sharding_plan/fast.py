@@ -46,7 +46,7 @@ from torchrec.distributed.planner.types import PlannerError, Proposer
 from torchrec.distributed.planner.utils import reset_shard_rank
 
 from initopt.sharding_plan.enumeration import FastEnumerator, enumerates_as_expected
-from initopt.sharding_plan.options import plain
+from initopt.sharding_plan.options import ProposedOption, plain
 from initopt.sharding_plan.proposals import Greedy, Grid, Proposals, Twin, Uniform
 from initopt.sharding_plan.search import Found, handed_over, search
 from initopt.sharding_plan.space import Space, Unmodelled
@@ -346,7 +346,7 @@ class SearchProposer(Proposer):  # type: ignore[misc]
         expected = None if found.best is None else found.rating
         queue = []
         for picks in handed_over(found):
-            options = [plain(space.choices[pick].option) for pick in picks]
+            options = [plain(space.choices[pick].option, ProposedOption) for pick in picks]
             rating = _rated(planner, options, topology)
             if rating != expected:
                 raise _Distrusted(f"it found the rating {expected}, TorchRec {rating}")

@@ -8,33 +8,34 @@ many of them stand where. To the rest of TorchRec it is a `ShardingOption`; `pla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 import numpy
-from torchrec.distributed.planner.types import Shard, ShardingOption, Storage
+from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Storage
 
 Run = tuple[Any, Any, int]
 """Consecutive shards with the same estimates: their `Perf`, their `Storage`, their number."""
 
 
 class Layout:
-    """How a table is cut: shard i has the size `sizes[k]` ([rows, columns]) of the run k that it belongs to."""
+    """How a table is cut: shard i has the size ([rows, columns]) of the kind that its run names."""
 
     def __init__(self, sizes: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
         self.count = len(sizes)
         # Shards of one size may stand apart (grid sharding), so a run names its kind.
         kinds: dict[tuple[int, ...], int] = {}
-        runs = itertools.groupby(kinds.setdefault(tuple(size), len(kinds)) for size in sizes)
-        self.runs = [(kind, sum(1 for _ in run)) for kind, run in runs]
-        self.sizes = [list(size) for size in kinds]
+        self.runs: list[tuple[int, int]] = []
+        start = 0
+        for i, size in enumerate(sizes, 1):
+            if i == self.count or sizes[i] != size:
+                self.runs.append((kinds.setdefault(tuple(size), len(kinds)), i - start))
+                start = i
+        self.kinds = [Shard(size=list(size), offset=[0] * len(size)) for size in kinds]
+        """One shard per distinct size, without estimates."""
         # An array: lists of offsets would take a gigabyte for thousands of tables on a thousand ranks.
         self._offsets = numpy.asarray(offsets)
-
-    def kinds(self) -> list[Any]:
-        """Return one shard per distinct size, without estimates."""
-        return [Shard(size=size, offset=[0] * len(size)) for size in self.sizes]
 
     def shards(self, kinds: Sequence[Any]) -> list[Any]:
         """Return every shard, with the estimates of its kind and no rank."""
@@ -52,6 +53,7 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
     """
 
     _layout: Layout | None = None
+    # Never changed in place, so copies of an option share them.
     _kinds: list[Any]
     _shards: list[Any] | None = None
 
@@ -66,8 +68,7 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
     @shards.setter
     def shards(self, value: list[Any]) -> None:
         if len(value) == 1 and isinstance(value[0], Layout):
-            self._layout = value[0]
-            self._kinds = self._layout.kinds()
+            self._layout, self._kinds = value[0], value[0].kinds
         else:
             self._layout, self._shards = None, value
 
@@ -103,17 +104,7 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any] | None) -> LazyOption:
         twin = type(self).__new__(type(self))
-        state = twin.__dict__
-        state.update(self.__dict__)
-        for name, value in self.__dict__.items():
-            if type(value) in _ATOMS or name in _SHARED:
-                continue
-            # Nearly all options have one list, of numbers.
-            flat = type(value) is list and _ATOMS.issuperset(map(type, value))
-            state[name] = value.copy() if flat else deepcopy(value, memo)
-        if "_kinds" in state:
-            # TorchRec replaces estimates and never changes them in place.
-            state["_kinds"] = [Shard(k.size, k.offset, k.storage, k.perf) for k in self._kinds]
+        twin.__dict__ = _copied(self.__dict__, memo)
         return twin
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
@@ -122,20 +113,66 @@ class LazyOption(ShardingOption):  # type: ignore[misc]
         return ShardingOption.__new__, (ShardingOption,), option.__dict__
 
 
-_SHARED = {"_tensor", "_module", "_layout", "_kinds"}
+class ProposedOption(ShardingOption):  # type: ignore[misc]
+    """An ordinary option, estimated by TorchRec, of which `plan()` soon makes the deep copy that is the best plan.
+
+    The copy is a `ShardingOption`, with everything of its own as if made by `copy.deepcopy`, but sooner.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> ShardingOption:
+        twin = ShardingOption.__new__(ShardingOption)
+        twin.__dict__ = state = _copied(self.__dict__, memo)
+        state["shards"] = [
+            Shard(s.size.copy(), s.offset.copy(), _own_storage(s.storage), _own_perf(s.perf), s.rank)
+            for s in self.shards
+        ]
+        return twin
+
+
+def _own_storage(storage: Any) -> Any:
+    return Storage(storage.hbm, storage.ddr, storage.ssd)
+
+
+def _own_perf(perf: Any) -> Any:
+    return Perf(
+        perf.fwd_compute,
+        perf.fwd_comms,
+        perf.bwd_compute,
+        perf.bwd_comms,
+        perf.input_dist_comms,
+        perf.prefetch_compute,
+    )
+
+
+def _copied(state: dict[str, Any], memo: dict[int, Any] | None) -> dict[str, Any]:
+    """Return a deep copy of the attributes of an option, but for those in `_SHARED`."""
+    copied = state.copy()
+    for name, value in state.items():
+        if type(value) in _ATOMS or name in _SHARED:
+            continue
+        # Nearly all options have one list, of numbers.
+        flat = type(value) is list and _ATOMS.issuperset(map(type, value))
+        copied[name] = value.copy() if flat else deepcopy(value, memo)
+    return copied
+
+
+_SHARED = {"_tensor", "_module", "_layout", "_kinds", "shards"}
+"""What TorchRec shares between an option and its copy, and what is copied apart."""
 _ATOMS = {str, int, float, bool, type(None)}
 _OURS = {"_layout", "_kinds", "_shards"}
 
 # An error text may print an option: it reads as it does without initopt.
-LazyOption.__name__, LazyOption.__qualname__ = ShardingOption.__name__, ShardingOption.__qualname__
-LazyOption.__module__ = ShardingOption.__module__
+for _kind in (LazyOption, ProposedOption):
+    _kind.__name__, _kind.__qualname__ = ShardingOption.__name__, ShardingOption.__qualname__
+    _kind.__module__ = ShardingOption.__module__
 
 
 def compact(options: Sequence[Any]) -> Callable[[], None]:
     """Let lazy options show one shard per distinct size, until the function that is returned is called."""
     shown = [option for option in options if isinstance(option, LazyOption) and option.lazy]
     for option in shown:
-        option._shards = option._kinds
+        # TorchRec replaces estimates and never changes them in place.
+        option._kinds = option._shards = [Shard(k.size, k.offset, k.storage, k.perf) for k in option._kinds]
 
     def restore() -> None:
         for option in shown:
@@ -144,23 +181,21 @@ def compact(options: Sequence[Any]) -> Callable[[], None]:
     return restore
 
 
-def runs(option: Any) -> Iterator[Run]:
-    """Yield the runs of an option's shards, without making them."""
-    if isinstance(option, LazyOption) and option.lazy:
+def runs(option: Any) -> list[Run]:
+    """Return the runs of an option's shards, without making them."""
+    if isinstance(option, LazyOption) and option._shards is None:
         assert option._layout is not None
-        for kind, count in option._layout.runs:
-            shard = option._kinds[kind]
-            yield shard.perf, shard.storage, count
-        return
-    for (perf, storage), same in itertools.groupby(option.shards, key=lambda shard: (shard.perf, shard.storage)):
-        yield perf, storage, sum(1 for _ in same)
+        kinds = option._kinds
+        return [(kinds[kind].perf, kinds[kind].storage, count) for kind, count in option._layout.runs]
+    alike = itertools.groupby(option.shards, key=lambda shard: (shard.perf, shard.storage))
+    return [(perf, storage, sum(1 for _ in same)) for (perf, storage), same in alike]
 
 
-def plain(option: Any) -> Any:
-    """Return an ordinary option with shards of its own and no ranks; itself if it is ordinary already."""
+def plain(option: Any, kind: Any = ShardingOption) -> Any:
+    """Return an option of this `kind`, with shards of its own and no ranks; itself if it is no lazy one."""
     if not isinstance(option, LazyOption):
         return option
-    twin = ShardingOption.__new__(ShardingOption)
+    twin = kind.__new__(kind)
     twin.__dict__.update((name, value) for name, value in option.__dict__.items() if name not in _OURS)
     if option.lazy and option._layout:
         twin.shards = option._layout.shards(option._kinds)

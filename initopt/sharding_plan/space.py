@@ -15,9 +15,10 @@ from torchrec.distributed.types import ShardingType
 
 from initopt.sharding_plan.options import runs
 
-UNIT = 2**64
+UNIT = 2.0**64
 LARGEST = 2**62
 """Above this TorchRec sees no rating and no storage, and an array of 64-bit integers could overflow."""
+_LARGEST_PERF = float(LARGEST)
 _LARGEST_INT_PERF = 2**31
 """Integers up to here are added exactly as floats, however many shards there are."""
 
@@ -116,44 +117,48 @@ def _choice(option: Any, mark: int) -> Choice:
         raise Unmodelled(f"{table} is part of an embedding tower")
     if partition_by not in _PARTITIONS:
         raise Unmodelled(f"{table} is partitioned by {partition_by!r}")
+    uniform = partition_by == _UNIFORM
     pieces: list[Run] = []
-    shards = 0
+    shards = hbm = ddr = ssd = most_hbm = most_ddr = total = largest = floor = 0
+    perf = deepest = 0.0
     for perf_of_each, storage_of_each, count in runs(option):
-        pieces.append(_run(perf_of_each, storage_of_each, shards, count, table))
+        run = _run(perf_of_each, storage_of_each, shards, count, table)
+        pieces.append(run)
+        each_hbm, each_ddr, each_ssd = run.storage
+        hbm, ddr, ssd = hbm + each_hbm * count, ddr + each_ddr * count, ssd + each_ssd * count
+        most_hbm, most_ddr = max(most_hbm, each_hbm), max(most_ddr, each_ddr)
+        deepest = max(deepest, run.total)
+        units = int(run.total * UNIT)
+        total += units * count
+        if uniform:
+            floor = min(floor, units) if shards else units
+        else:
+            largest = max(largest, units)
+            # Only options that a partitioner sorts have use for it.
+            for _ in range(count):
+                perf += run.total
         shards += count
     if not pieces:
         raise Unmodelled(f"{table} has an option without shards")
-    uniform = partition_by == _UNIFORM
-    hbm = ddr = ssd = most_hbm = most_ddr = total = 0
-    perf = deepest = 0.0
-    units = []
-    for run in pieces:
-        each = run.storage
-        hbm, ddr, ssd = hbm + each[0] * run.shards, ddr + each[1] * run.shards, ssd + each[2] * run.shards
-        most_hbm, most_ddr, deepest = max(most_hbm, each[0]), max(most_ddr, each[1]), max(deepest, run.total)
-        units.append(int(run.total * UNIT))
-        total += units[-1] * run.shards
-        # Only options that a partitioner sorts have use for it.
-        for _ in range(0 if uniform else run.shards):
-            perf += run.total
+    sharding_type = option.sharding_type
     return Choice(
-        option=option,
-        uniform=uniform,
-        table=table,
-        path=option.path,
-        partition_by=partition_by,
-        sharding_type=option.sharding_type,
-        runs=tuple(pieces),
-        shards=shards,
-        storage=(hbm, ddr, ssd),
-        perf=perf,
-        deepest=deepest,
-        weight=(most_hbm, hbm, most_ddr, ddr),
-        mark=mark,
-        total=total,
-        largest=0 if uniform else max(units),
-        floor=min(units) if uniform else 0,
-        spread_by_column=option.compute_kernel == "key_value" and option.sharding_type == _COLUMN_WISE,
+        option,
+        uniform,
+        table,
+        option.path,
+        partition_by,
+        sharding_type,
+        tuple(pieces),
+        shards,
+        (hbm, ddr, ssd),
+        perf,
+        deepest,
+        (most_hbm, hbm, most_ddr, ddr),
+        mark,
+        total,
+        largest,
+        floor,
+        spread_by_column=sharding_type == _COLUMN_WISE and option.compute_kernel == "key_value",
     )
 
 
@@ -167,13 +172,16 @@ def _run(perf: Any, storage: Any, start: int, count: int, table: str) -> Run:
     if type(perf) is not Perf or type(storage) is not Storage:
         raise Unmodelled(f"{table} has estimates of a class that is not TorchRec's own")
     hbm, ddr, ssd = sizes = storage.hbm, storage.ddr, storage.ssd
-    if not (type(hbm) is type(ddr) is type(ssd) is int and min(sizes) >= 0 and max(sizes) < LARGEST):
+    whole = type(hbm) is type(ddr) is type(ssd) is int
+    if not (whole and 0 <= hbm < LARGEST and 0 <= ddr < LARGEST and 0 <= ssd < LARGEST):
         raise Unmodelled(f"{table} needs storage of {storage}")
     parts = perf.fwd_compute, perf.bwd_compute, perf.fwd_comms, perf.bwd_comms, perf.prefetch_compute
     for part in parts:
         # Not a number compares as false; a whole number is exact as a float up to far above this.
         if not (
-            0 <= part < LARGEST if isinstance(part, float) else type(part) is int and 0 <= part <= _LARGEST_INT_PERF
+            0.0 <= part < _LARGEST_PERF
+            if isinstance(part, float)
+            else type(part) is int and 0 <= part <= _LARGEST_INT_PERF
         ):
             raise Unmodelled(f"{table} has the perf {perf}")
     return Run(parts, perf.total, sizes, start, start + count, count)
