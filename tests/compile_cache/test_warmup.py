@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ import torch
 from torch import nn
 
 from initopt import Call, Compile, Startup, rng
+from initopt.compile_cache.autotune import Kernel, Tuned, Winners
+from initopt.compile_cache.cache import Ranks, Uncached
+from initopt.compile_cache.known import Known
 from initopt.compile_cache.warmup import _warming
 
 pytestmark = pytest.mark.timeout(300)
@@ -241,3 +246,28 @@ def test_two_warm_ups_at_once_take_turns() -> None:
     thread.join()
     assert order == ["first", "second"]
     assert functions == [random.setstate, torch.set_rng_state]
+
+
+@pytest.mark.parametrize("tuning", ["all", "recorded"])
+def test_autotuning_is_cut_short_for_who_asks_and_learned_from_in_any_case(
+    tuning: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Winners({"addmm": Kernel({"fast": 1.0}, "fast", 2.0)}, device="cpu")
+    given: list[Winners | None] = []
+
+    @contextmanager
+    def pruned(winners: Winners | None) -> Iterator[Any]:
+        given.append(winners)
+        yield SimpleNamespace(tuned=(Tuned("addmm", 2, 1, 0.5, "fast"),), winners=lambda: found)
+
+    monkeypatch.setattr("initopt.compile_cache.warmup.pruned", pruned)
+    monkeypatch.setattr("initopt.compile_cache.warmup.ask", lambda: None)
+    parts = {"a": lambda: None}
+    chosen = Compile(lambda m: parts, lambda device: {"a": Call()}, tuning=tuning)  # type: ignore[arg-type,return-value]
+    learned: dict[str, Any] = {}
+    cache = Uncached(Ranks(None, 0, 1))
+    cache.known = Known(winners=found)
+    monkeypatch.setattr(cache, "learn", learned.__setitem__)
+    chosen.warm_up(model(), torch.device("cpu"), cache=cache)
+    assert given == [found if tuning == "recorded" else None]
+    assert learned == {"winners": found.to_data()} and [one.winner for one in cache.tuned] == ["fast"]

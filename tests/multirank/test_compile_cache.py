@@ -232,3 +232,54 @@ def test_a_constant_of_one_rank_never_gets_into_the_code_of_another(tmp_path: Pa
     anew = fork_ranks(own_constant, tmp_path / "c", str(place), timeout=120)
     assert [result for result, _ in anew] == [[2.0] * 4, [3.0] * 4]
     assert [found.role for _, found in anew] == ["leader", "leader"]
+
+
+def varying(disk: Path, place: str, dynamic: Any, sizes: tuple[int, ...]) -> tuple[int, int, str]:
+    """Start up with a batch of 8 rows, train on batches of `sizes`; return the graphs ahead, the later ones, a remark.
+
+    What stands for inductor hands the graph back: how often it is asked is what counts here.
+    """
+    import torch
+    from torch import nn
+
+    from initopt import Call, Compile
+    from initopt.compile_cache import warmup
+    from initopt.compile_cache.fast_batch import Examples
+
+    warmup._Backend.__init__ = lambda self, *_: setattr(self, "_inductor", lambda graph, inputs: graph.forward)
+    warmup.ask = lambda: None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(disk)
+
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    part, device = Doubled(), torch.device("cpu")
+    compile = Compile(lambda model: {"part": model}, dynamic=dynamic, cache=place)  # type: ignore[dict-item]
+    compile.apply(part)
+    cache = compile.open_cache(compile.prepare(part, device), device, store=None, rank=0, world_size=1)
+    cache.look_up()
+    examples = Examples({"part": (Call((torch.empty(8),)),)})
+    ahead = cache.make(lambda say: compile.warm_up(part, device, examples, cache, say=say))
+    compile.use_sizes(cache)
+    with compile.first_step(part, (torch.ones(8),), cache):
+        part(torch.ones(8))
+    for size in sizes:
+        assert part(torch.ones(size)).tolist() == [2.0] * size
+    # As this process would where it ends.
+    kept()
+    cache._save()  # type: ignore[attr-defined]
+    return ahead, compile.graphs() - ahead, compile.advice(cache)
+
+
+def test_sizes_that_varied_are_compiled_for_at_once_in_the_next_start(tmp_path: Path) -> None:
+    place = str(tmp_path / "store")
+    sizes = (8, 5, 7, 3, 9)
+    [first] = fork_ranks(varying, tmp_path / "a", place, None, sizes, ranks=1)
+    assert first == (1, 1, "")
+    [static] = fork_ranks(varying, tmp_path / "a", place, None, sizes, ranks=1)
+    assert static[:2] == (1, 1)
+    assert static[2].startswith("one size varied in an earlier run, which compiled again for each: dynamic='recorded'")
+    assert "TORCH_COMPILE_DYNAMIC_SOURCES=\"L['x']:0\"" in static[2]
+    [recorded] = fork_ranks(varying, tmp_path / "b", place, "recorded", sizes, ranks=1)
+    assert recorded == (1, 0, "compiled for every value of one size that varied in an earlier run")
