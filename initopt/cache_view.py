@@ -29,12 +29,14 @@ def cache_view(
     documents: Mapping[str, int],
     *,
     place: str,
+    asked: str = "",
     removed: Sequence[str] = (),
     width: int = 80,
 ) -> View:
     """What is stored, by key, the key that was used last first; for each other one in what it differs from that.
 
-    `removed` are the digests that were removed just now.
+    `asked` is the place as the user wrote it, empty for the default one; `removed` are the digests that were removed
+    just now.
     """
     total = sum(entry.bytes for entry in entries) + sum(documents.values())
     data = {
@@ -53,14 +55,17 @@ def cache_view(
     lines += _wrap(" · ".join((place, *counts)), width, "bold")
     if not entries:
         said = "Nothing compiled is stored here yet: a trainer stores it after its first start."
-        return View((*lines, Text(), *_wrap(said, width), *_next(width, "blame")), data)
+        return View((*lines, Text(), *_wrap(said, width), *_next(width, "compile")), data)
     rows = [("key", "bundles", "size", "made", "last used")]
     rows += [(e.digest[:_SHORT], str(e.bundles), size(e.bytes), _moment(e.created), _moment(e.used)) for e in entries]
     lines += [Text(), *_table(rows)]
     for entry in entries:
         lines += [Text(), *_about(entry, entries[0], width)]
     lines += [Text(), *_wrap("What a key says of itself is for reading: it is not signed.", width, QUIET)]
-    lines += _next(width, f"cache --remove {entries[-1].digest[:_SHORT]}", "blame")
+    if documents:
+        said = "Documents are what starts have learned: calls and sizes, kernels that won, what a CPU can do."
+        lines += _wrap(said, width, QUIET)
+    lines += _next(width, " ".join(filter(None, ("cache", asked, "--remove", entries[-1].digest[:_SHORT]))), "compile")
     return View(tuple(lines), data)
 
 

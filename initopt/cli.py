@@ -319,8 +319,12 @@ def cache(
 ) -> None:
     """What was compiled and is stored, and for what."""
     store = ArtifactStore(place or default_place(), None)
-    removed = [store.remove_named(digest) for digest in remove or ()]
-    view = cache_view.cache_view(store.entries(), store.documents(), place=store.place, removed=removed, width=_width())
+    if place is not None and not store.exists():
+        raise ValueError(f"there is no {place}: nothing is stored there")
+    removed = store.remove_named(remove or ())
+    view = cache_view.cache_view(
+        store.entries(), store.documents(), place=store.place, asked=place or "", removed=removed, width=_width()
+    )
     _show(view, as_json)
 
 

@@ -308,12 +308,16 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
 
 
 def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
-    """What torch's compiler did on one rank (the median one by default), step by step, and who waited for whom.
+    """What torch's compiler did on one rank, step by step, and who waited for whom.
+
+    By default it is the rank that compiled for others, or where the code was there already the median one.
 
     It is a finding where a graph was compiled anew or not at all: on `rank`, or on any where none is asked for.
     """
     everybody = rank is None
-    rank = chosen_rank(run, rank)
+    led = [cache.rank for cache in run.compile_caches if cache.role == "leader" and not cache.hit]
+    # Whoever compiled has more to show than those that loaded it.
+    rank = led[0] if everybody and led else chosen_rank(run, rank)
     turns = compiled_on(run, rank)
     data = {
         **about(run),

@@ -261,7 +261,9 @@ def _read(path: Path) -> _File:
     if file.header is None:
         file.warnings.append(f"{path}: there is no header, left out: the process ended too early")
     elif file.trailer is None:
-        file.warnings.append(f"{path}: the record ends without its last line: the process ended before it was closed")
+        file.warnings.append(
+            f"{path}: the record ends without its last line: the process ended before it was closed, or goes on"
+        )
     return file
 
 

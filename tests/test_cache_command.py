@@ -86,8 +86,11 @@ def test_the_command_prints_it_on_a_narrow_terminal(
     assert out.splitlines()[-2].startswith("next: initopt cache --remove")
 
 
-def test_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = run(capsys, str(tmp_path / "none"))
+    assert (code, out) == (2, "") and err == f"initopt: there is no {tmp_path / 'none'}: nothing is stored there\n"
+    monkeypatch.setenv("INITOPT_ROOT", str(tmp_path / "none"))
+    code, out, err = run(capsys)
     assert (code, err) == (0, "")
     assert "Nothing compiled is stored here yet" in out and out.splitlines()[-1].startswith("next: initopt")
     assert not (tmp_path / "none").exists()

@@ -39,6 +39,9 @@ PATIENCE = 600.0
 ANSWER = 30.0
 """Seconds that a store may take to answer what a start-up waits for; compiled code may take as long as the patience."""
 
+INSTRUCTION_SETS = "instruction-sets"
+"""The document with what a host's compiler can build for."""
+
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _OURS = "initopt-"
 _turns: collections.Counter[str] = collections.Counter()
@@ -144,6 +147,7 @@ class Cache(Uncached):
         self._why: list[str] = []
         self._files = self._bytes = 0
         self._names: frozenset[str] = frozenset()
+        self._secret = ""
         self._learned: dict[str, Mapping[str, Any]] = {}
         self._keeps = True
         self._asks = False
@@ -172,19 +176,22 @@ class Cache(Uncached):
         try:
             folder = _entered(key)
         except Exception as error:
-            _warn(f"compiled code is neither looked up nor kept ({_first_line(error)})")
+            _warn(f"compiled code is neither looked up nor kept ({_said(error)}); all compiles as without a cache")
             return Uncached(ranks, patience=patience, between=between)
         cache = cls(key, folder, None, _identity(folder), ranks, patience=patience, between=between)
         try:
-            store = within(ANSWER, lambda: ArtifactStore(where, SigningKey.find()))
+            signing = SigningKey.find()
+            store = within(ANSWER, lambda: ArtifactStore(where, signing))
             if not shared:
                 os.makedirs(where, exist_ok=True)
             cache._scope = "job" if shared else _identity(Path(where))
             cache._store = store
         except Exception as error:
-            cache._warn(f"compiled code is not kept ({_first_line(error)})")
-        host = f"instruction-sets-{key.host}"
-        about = {name: f"{name}-{key.model}" for name in DOCUMENTS}
+            cache._warn(f"compiled code is not kept ({_said(error)}); the start-up compiles as without a cache")
+        else:
+            cache._secret = signing.name.hex()[:8]
+        host = cache._named(INSTRUCTION_SETS)
+        about = {name: cache._named(name) for name in DOCUMENTS}
         documents = cache._documents((host, *about.values()))
         if device.type == "cpu":
             verdicts = documents.get(host)
@@ -240,7 +247,7 @@ class Cache(Uncached):
             hit=self._hit,
             files=self._files,
             bytes=self._bytes,
-            why="; ".join(filter(None, (*self._why, outcome.why))),
+            why="; ".join(dict.fromkeys(filter(None, (*self._why, outcome.why)))),
         )
         return graphs
 
@@ -296,7 +303,8 @@ class Cache(Uncached):
             if loaded.rejected:
                 more = f" and {len(loaded.rejected) - 1} more" if len(loaded.rejected) > 1 else ""
                 self._why.append(loaded.rejected[0])
-                self._warn(f"compiled code in {store.place} was not opened ({loaded.rejected[0]}{more})")
+                without = "" if loaded.bundles else "; the start-up compiles as without it"
+                self._warn(f"compiled code in {store.place} was not opened ({loaded.rejected[0]}{more}){without}")
             self._names |= loaded.names
             self._files, self._bytes = len(loaded.names), loaded.bytes
             if loaded.bundles:
@@ -312,11 +320,11 @@ class Cache(Uncached):
             within(self._patience, lambda: store.save(self.key, self.folder, self._names))
             while self._learned:
                 name, data = self._learned.popitem()
-                self._put_document(f"{name}-{self.key.model}", data)
+                self._put_document(self._named(name), data)
             # Where nothing was compiled it was not asked, and that would take seconds.
             if self._asks and _compiled():
                 self._asks = False
-                self._put_document(f"instruction-sets-{self.key.host}", instruction_sets.verdicts())
+                self._put_document(self._named(INSTRUCTION_SETS), instruction_sets.verdicts())
 
     def _restock(self) -> None:
         """Store what is in the folder if somebody has emptied the store, which others rely on."""
@@ -333,13 +341,18 @@ class Cache(Uncached):
     def _differs(self) -> None:
         """Remember that this rank has other graphs than the one that compiled for it, and needs another leader."""
         leader = self._outcome.leader
-        self._why.append(f"some graphs are not those of rank {leader}" if leader is not None else "some graphs are new")
+        others = leader not in (None, self.ranks.rank)
+        self._why.append(f"some graphs are not those of rank {leader}" if others else "but not all of it")
         self._keeps = True
         self._put_document(self._class_name, {"graphs": _graphs() or f"rank {self.ranks.rank}"})
 
     @property
     def _class_name(self) -> str:
-        return f"class-{self.key.model}-{self.ranks.rank}-of-{self.ranks.world_size}"
+        return self._named(f"class-{self.ranks.rank}-of-{self.ranks.world_size}")
+
+    def _named(self, name: str) -> str:
+        """The stored name of a document. Users with other secrets have others, which they can't read."""
+        return f"{name}-{self.key.host if name == INSTRUCTION_SETS else self.key.model}-{self._secret}"
 
     @property
     def _complete(self) -> Path:
@@ -383,8 +396,8 @@ class _problems:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, OSError | ValueError):
             return False
-        self._cache._why.append(_first_line(error))
-        self._cache._warn(_first_line(error))
+        self._cache._why.append(_said(error))
+        self._cache._warn(f"the store of compiled code can't be used as it should ({_said(error)})")
         if isinstance(error, TimeoutError):
             # It would be waited for again and again.
             self._cache._store = None
@@ -440,8 +453,10 @@ def _to_nobody(text: str) -> None:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"initopt: {text}; the start-up compiles as without a cache", stacklevel=4)
+    warnings.warn(f"initopt: {text}", stacklevel=4)
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+def _said(error: BaseException) -> str:
+    """The first line of an error, after its type unless that only says whose it is."""
+    text = "".join(str(error).splitlines()[:1])
+    return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"

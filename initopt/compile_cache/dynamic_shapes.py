@@ -86,6 +86,15 @@ class DynamicSources:
         """Those that were seen with size 0 or 1, for each of which torch still compiles anew."""
         return tuple(one for one in self.varying if one.small)
 
+    def named(self, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
+        """Each of them in few words: the part (or function), the argument, the dimension."""
+        names = _parts_by_code(parts)
+        found = []
+        for one in self.varying:
+            where = " and ".join(names.get((one.file, one.line), [])) or one.frame
+            found.append(f"{where}: {one.argument}" + ("" if one.dim is None else f".size({one.dim})"))
+        return tuple(found)
+
     def advice(self, parts: Mapping[str, nn.Module] | None = None) -> str:
         """The same for a trainer without initopt, as text; `parts` are the compiled modules, to name them."""
         if not self.varying:

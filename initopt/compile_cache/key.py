@@ -13,12 +13,13 @@ import functools
 import hashlib
 import importlib
 import json
-import linecache
 import os
 import platform
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,8 +71,8 @@ class Key:
 def key_of(model: str, *, options: Mapping[str, object], device: torch.device) -> Key:
     """The key of a model (its `model_digest`) compiled with `options` (of `torch.compile`) on `device`, as things are.
 
-    Two processes have the same key if they have the same modules (classes, sources, attributes, shapes; the values of
-    parameters don't matter), settings of torch and of Inductor, and machine. On CUDA the index of the device is in it,
+    Two processes have the same key if they have the same modules (classes, their code, attributes, shapes; not the
+    values of parameters), settings of torch and of Inductor, and machine. On CUDA the index of the device is in it,
     as compiled code may name it; on a CPU the ranks of a host share one key.
     """
     found = {"model": model, "options": _text(dict(options)), "inductor": _inductor()}
@@ -100,7 +101,7 @@ def host_key(device: torch.device) -> dict[str, str]:
 
 
 def model_digest(parts: Mapping[str, nn.Module]) -> str:
-    """32 hex digits of the modules, by name: classes, their sources, plain attributes, parameters and buffers."""
+    """32 hex digits of the modules, by name: classes, their code, plain attributes, parameters and buffers."""
     seen: dict[int, str] = {}
     described = [
         [part, [[path, _module(module, f"{part}.{path}", seen)] for path, module in root.named_modules()]]
@@ -140,35 +141,61 @@ def _bare() -> nn.Module:
 
 @functools.cache
 def _classes(cls: Any) -> list[list[str]]:
-    """The class and those it inherits from, each with its source."""
-    return [[one.__module__, one.__qualname__, _source(one)] for one in cls.__mro__ if one is not object]
+    """The class and those it inherits from, each with what it does."""
+    return [[one.__module__, one.__qualname__, _does(one)] for one in cls.__mro__ if one is not object]
 
 
-def _source(cls: type) -> str:
-    """The digest of the file that the class is from; where there is no file the package's version."""
-    package = cls.__module__.partition(".")[0]
-    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if package == "torch":
+def _does(cls: type) -> str:
+    """A digest of the functions and plain attributes of one class, wherever in their file they stand.
+
+    Not in it: functions of elsewhere that they call. torch's own key of a graph, which is made anew, holds those.
+    """
+    if cls.__module__.partition(".")[0] == "torch":
         # Its version is a part of the key.
         return ""
-    if path is not None and (digest := _file(path)):
-        return digest
-    # A notebook's cells have no file, but lines.
-    code = getattr(getattr(cls, "forward", None), "__code__", None)
-    lines = linecache.getlines(code.co_filename) if code is not None else []
-    return _digest(lines) if lines else _version_of(package)
+    described = []
+    for name, value in sorted(vars(cls).items()):
+        functions = _functions(value)
+        if functions:
+            described.append([name, [_function(one) for one in functions]])
+        elif not name.startswith("_"):
+            described.append([name, _plain(value, _DEPTH)])
+    return _digest(described)
 
 
-@functools.cache
-def _file(path: str) -> str:
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
-        return ""
+def _functions(value: Any) -> list[types.FunctionType]:
+    """The functions in an attribute of a class, and those that they wrap."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    found = [value.fget, value.fset] if isinstance(value, property) else [value]
+    functions: list[types.FunctionType] = []
+    for one in found:
+        while isinstance(one, types.FunctionType) and len(functions) < _DEPTH:
+            functions.append(one)
+            one = getattr(one, "__wrapped__", None)
+    return functions
 
 
-def _version_of(package: str) -> str:
-    return str(getattr(sys.modules.get(package), "__version__", "none"))
+def _function(function: types.FunctionType) -> list[Any]:
+    held = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            held.append(_plain(cell.cell_contents, _DEPTH))
+    defaults = [_plain(function.__defaults__, _DEPTH), _plain(function.__kwdefaults__, _DEPTH)]
+    return [_code(function.__code__), defaults, held]
+
+
+def _code(code: types.CodeType) -> list[Any]:
+    constants = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
+    names = [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
+    return [code.co_code.hex(), code.co_flags, code.co_argcount, code.co_kwonlyargcount, names, constants]
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_constant(one) for one in value]
+    # Sets of texts have another order in each process.
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else [type(value).__name__, repr(value)]
 
 
 @functools.cache

@@ -295,20 +295,31 @@ class ArtifactStore:
             with suppress(Exception):
                 self._fs.rmdir(self._path(digest))
 
-    def remove_named(self, beginning: str) -> str:
-        """Remove the key whose digest begins like this, and return its digest.
+    def remove_named(self, beginnings: Iterable[str]) -> list[str]:
+        """Remove the keys whose digests begin like these, and return their digests.
 
-        Raises ValueError if none does or several do, StoreError if it can't be removed.
+        Raises ValueError, before any is removed, if for one of them there is none or there are several; StoreError if
+        they can't be removed.
         """
         with self._errors():
             there = list(self._keys())
-        found = [digest for digest in there if beginning and digest.startswith(beginning.lower())]
-        if len(found) != 1:
-            known = ", ".join(digest[:12] for digest in found or there) or "none"
-            said = "several keys begin with" if found else "there is no key"
-            raise ValueError(f"{said} {beginning!r} in {self.place}: {'these do' if found else 'there are'} {known}")
-        self.remove(found[0])
-        return found[0]
+        named: dict[str, None] = {}
+        for beginning in beginnings:
+            found = [digest for digest in there if beginning and digest.startswith(beginning.lower())]
+            if len(found) != 1:
+                known = ", ".join(digest[:12] for digest in found or there) or "none"
+                said = "several keys begin with" if found else "there is no key"
+                these = "these do" if found else "there are"
+                raise ValueError(f"{said} {beginning!r} in {self.place}: {these} {known}")
+            named[found[0]] = None
+        for digest in named:
+            self.remove(digest)
+        return list(named)
+
+    def exists(self) -> bool:
+        """Whether there is such a folder or address. Raises StoreError if that can't be found out."""
+        with self._errors():
+            return bool(self._fs.exists(self._root or "/"))
 
     def why_missed(self, key: Key) -> str:
         """Why nothing was found for the key, in words: the stored key that is nearest, and what differs."""

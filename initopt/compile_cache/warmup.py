@@ -27,6 +27,7 @@ from initopt.compile_cache.instruction_sets import ask
 from initopt.compile_cache.key import key_of, model_digest
 from initopt.compile_cache.known import CALLS, SIZES, WINNERS
 from initopt.compile_cache.replaced import on_this_thread
+from initopt.record import step
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,6 +73,12 @@ class Compile:
     fullgraph: bool = False
     cache: str | Path | None = None
     shared: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.dynamic not in (None, False, True, "recorded"):
+            raise ValueError(f"dynamic is {self.dynamic!r}: it must be None, False, True or 'recorded'")
+        if self.tuning not in ("all", "recorded"):
+            raise ValueError(f"tuning is {self.tuning!r}: it must be 'all' or 'recorded'")
 
     def apply(self, model: nn.Module) -> None:
         """Let every part compile at its first call, as `part.compile()` does. Draws nothing."""
@@ -141,12 +148,13 @@ class Compile:
         if self.dynamic == "recorded" and cache.known.sizes is not None:
             apply(cache.known.sizes)
 
-    def advice(self, cache: Uncached) -> str:
+    def advice(self, model: nn.Module, cache: Uncached) -> str:
         """Return in one sentence what is known of the sizes that vary; empty if nothing is."""
         sizes = cache.known.sizes
         if sizes is None or not sizes.varying:
             return ""
-        many = f"{len(sizes.varying)} sizes" if len(sizes.varying) > 1 else "one size"
+        named = ", ".join(sizes.named(self.parts(model)))
+        many = f"{len(sizes.varying)} sizes ({named})" if len(sizes.varying) > 1 else f"one size ({named})"
         if self.dynamic == "recorded":
             left = f", but {len(sizes.remaining)} also had 0 or 1, which compiles anew" if sizes.remaining else ""
             return f"compiled for every value of {many} that varied in an earlier run{left}"
@@ -219,7 +227,8 @@ class Compile:
         if torch.device(device).type == "cpu":
             between()
             say("looks what this CPU can do")
-            ask()
+            with step("instruction_sets"):
+                ask()
         parts = self.parts(model)
         unknown = [name for name in examples.calls if name not in parts]
         if unknown:

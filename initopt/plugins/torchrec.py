@@ -81,6 +81,8 @@ class TrainerStartup(Startup):
     labels: tuple[str, ...] = ()
     collective_timeout: float | None = None
     compile: Compile | None = None
+    loader: Any = None
+    """What the loader's factory has made, once its step has run; the step's value is its iterator."""
     _goes_on = True
 
     def graph(self, inputs: Iterable[str] = ()) -> Graph:
@@ -332,7 +334,7 @@ def trainer(
     if checkpoint is not None:
         step(checkpoint, "checkpoint", "init_plugins", lane="comms", after="optimizer")
     step(
-        _started(loader),
+        _started(loader, start),
         "loader",
         "preproc_creation",
         lane="io:data",
@@ -387,8 +389,9 @@ def _compiles_ahead(start: TrainerStartup, compile: Compile) -> None:
     step(compile_examples, uses="rng")
     step(compile_load, lane="io:compile", uses="compile", pauses=True)
     # Beside planning it would only fight for the interpreter's lock (both are Python through and through).
+    told = compile.batch is not None or compile.examples is not None
     step(
-        functools.partial(_warmed_up, start, compile),
+        functools.partial(_warmed_up, start, compile, told),
         name="compile_warmup",
         lane="io:compile",
         uses="compile",
@@ -409,12 +412,12 @@ def _compiles_for_loader(start: TrainerStartup, compile: Compile) -> None:
             if compile_warmup:
                 return None
             place.enter()
-            return compile.calls(model, place.device, loader=loader, twin=compile_parts.twin)
+            return compile.calls(model, place.device, loader=start.loader, twin=compile_parts.twin)
 
         def compile_for_loader(place: Place, model: nn.Module, compile_cache: Any, loader_examples: Any) -> int:
             if loader_examples is None:
                 return 0
-            return _warmed_up(start, compile, place, model, compile_cache, loader_examples)
+            return _warmed_up(start, compile, True, place, model, compile_cache, loader_examples)
 
         step(loader_examples, uses="rng")
         step(compile_for_loader, lane="io:compile", uses="compile", pauses=True)
@@ -427,15 +430,23 @@ def _compiles_for_loader(start: TrainerStartup, compile: Compile) -> None:
 
 
 def _warmed_up(
-    start: TrainerStartup, compile: Compile, place: Place, model: nn.Module, compile_cache: Any, compile_examples: Any
+    start: TrainerStartup,
+    compile: Compile,
+    last: bool,
+    place: Place,
+    model: nn.Module,
+    compile_cache: Any,
+    compile_examples: Any,
 ) -> int:
     if not compile_examples.calls:
+        if last:
+            start.note("it is not known yet how the parts are called, so they compile at the first batch")
         return 0
     place.enter()
     given = (model, place.device, compile_examples, compile_cache)
     graphs: int = compile_cache.make(lambda say: compile.warm_up(*given, between=start.pause, say=say))
     start.came_to_code(compile_cache.found)
-    for remark in (compile.advice(compile_cache), *(tuned.line for tuned in compile_cache.tuned)):
+    for remark in (compile.advice(model, compile_cache), *(tuned.line for tuned in compile_cache.tuned)):
         if remark:
             start.note(remark)
     return graphs
@@ -515,10 +526,11 @@ def _compiled(model: Callable[..., nn.Module], compile: Compile | None) -> Calla
     return made
 
 
-def _started(loader: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]:
+def _started(loader: Callable[..., Iterable[Any]], start: TrainerStartup) -> Callable[..., Iterator[Any]]:
     @functools.wraps(loader)
     def started(**arguments: Any) -> Iterator[Any]:
-        return iter(loader(**arguments))
+        start.loader = loader(**arguments)
+        return iter(start.loader)
 
     return started
 

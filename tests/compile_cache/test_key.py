@@ -166,16 +166,35 @@ def test_another_source_of_a_class_or_its_base_is_another_key(tmp_path: Path) ->
     assert found[0][0] != found[1][0] and found[0][1] != found[1][1]
 
 
-def test_a_class_without_a_file_counts_by_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook."""
-    found = []
-    for body in ("x + 1", "x + 2", "x + 1"):
-        source = f"class Part(nn.Module):\n    def forward(self, x):\n        return {body}\n"
-        names: dict[str, Any] = {"nn": nn, "__name__": "cell"}
-        monkeypatch.setitem(keys.linecache.cache, "<cell>", (len(source), None, source.splitlines(True), "<cell>"))
-        exec(compile(source, "<cell>", "exec"), names)
-        found.append(key(names["Part"]()).model)
-    assert found[0] == found[2] != found[1]
+def test_what_counts_of_a_class_is_what_it_does_and_not_where_it_stands() -> None:
+    """Without a file, too, as in a notebook."""
+
+    def digest(body: str, *, before: str = "", name: str = "<cell>", **known: Any) -> str:
+        source = f"{before}class Part(nn.Module):\n    scale = 2\n\n    def forward(self, x):\n        {body}\n"
+        names: dict[str, Any] = {"nn": nn, "__name__": "cell", "functools": functools, **known}
+        exec(compile(source, name, "exec"), names)
+        return key(names["Part"]()).model
+
+    plain = digest("return x + 1")
+    assert digest("return x + 1", before="rate = 0.1  # of learning\n\n", name="elsewhere.py") == plain
+    assert digest("# a remark\n        return x + 1") == plain
+    wrapped = "def kept(f):\n    @functools.wraps(f)\n    def call(*a):\n        return f(*a)\n    return call\n"
+    others = [
+        digest("return x + 2"),
+        digest("return x - 1"),
+        digest("return [y + 1 for y in x]"),
+        digest("return [y + 2 for y in x]"),
+        digest("return 'a' in {'a', 'b', 'c'}"),
+        digest("return 'a' in {'a', 'b', 'd'}"),
+        digest("return x + 1\n\n    scale = 3"),
+        digest("return x + 1\n\n    def extra(self, y=1):\n        return y"),
+        digest("return x + 1\n\n    def extra(self, y=2):\n        return y"),
+        digest("return x + 1\n\n    @property\n    def extra(self):\n        return 1"),
+        digest("return x + 1\n\n    @staticmethod\n    def extra():\n        return 1"),
+        digest("return x + 1\n\n    @kept\n    def extra(self):\n        return 1", before=wrapped),
+        digest("return x + 1\n\n    @kept\n    def extra(self):\n        return 2", before=wrapped),
+    ]
+    assert len({plain, *others}) == 1 + len(others)
 
 
 def test_options_settings_and_threads_are_parts(module: Any) -> None:

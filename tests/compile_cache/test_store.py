@@ -398,7 +398,7 @@ def test_entries_are_described(place: str, tmp_path: Path, monkeypatch: pytest.M
     store.remove(KEY.digest)
     assert [entry.digest for entry in store.entries()] == [OTHER.digest]
     store.remove(KEY.digest)
-    assert store.remove_named(OTHER.digest[:6]) == OTHER.digest and store.entries() == []
+    assert store.remove_named([OTHER.digest[:6]]) == [OTHER.digest] and store.entries() == []
 
 
 def test_what_a_key_says_of_itself_must_be_its_own(local: Path) -> None:
@@ -427,9 +427,9 @@ def test_only_digests_are_removed(digest: str, local: Path) -> None:
     with pytest.raises(ValueError, match="is no digest of a key"):
         open_store(local).remove(digest)
     with pytest.raises(ValueError, match="there is no key"):
-        open_store(local).remove_named(digest or "x")
+        open_store(local).remove_named([digest or "x"])
     with pytest.raises(ValueError, match="there is no key"):
-        open_store(local).remove_named("")
+        open_store(local).remove_named([""])
 
 
 def test_the_keys_not_used_for_longest_go(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

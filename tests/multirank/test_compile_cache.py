@@ -175,6 +175,10 @@ def test_where_nothing_is_compiled_ahead_nothing_is_taken_for_complete(tmp_path:
     assert not list((tmp_path / "a").glob("*/*.complete"))
 
 
+HIDDEN = {"rank": -1}
+"""A global, which no key of initopt's has."""
+
+
 def own_constant(disk: Path, place: str) -> Any:
     """Compile a part whose code has the rank baked in where no key of ours sees it; return what it computes."""
     import torch
@@ -190,11 +194,11 @@ def own_constant(disk: Path, place: str) -> Any:
     torch._inductor.config.cpp.vec_isa_ok = True
     torch._inductor.config.cpp_cache_precompile_headers = False
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, is_master=rank == 0)
-    hidden = {"rank": rank}
+    HIDDEN["rank"] = rank
 
     class Scaled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * (hidden["rank"] + 2)
+            return x * (HIDDEN["rank"] + 2)
 
     part, device = Scaled(), torch.device("cpu")
     compile = Compile(lambda model: {"part": model}, dynamic=False, cache=place, shared=True)  # type: ignore[dict-item]
