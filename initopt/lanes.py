@@ -90,7 +90,8 @@ class Execution:
         self.recorder = recorder
         self.values: dict[str, Any] = dict(inputs)
         self.rank = int(os.environ.get("RANK", "0"))
-        self._turn = _runs[graph.name]
+        self.turn = _runs[graph.name]
+        """How many start-ups of this name this process has begun."""
         self._tasks = tasks
         self._timeout = timeout
         self._longest = max((step.timeout or timeout for step in graph.values()), default=timeout)
@@ -452,7 +453,7 @@ class Execution:
             self.rank,
             world_size,
             startup=self.graph.name,
-            turn=self._turn,
+            turn=self.turn,
             status=self._status,
             failed=self._peer_failed,
         )

@@ -249,6 +249,11 @@ class Startup:
         if self._execution is not None:
             self._execution.join(store, rank, world_size)
 
+    @property
+    def turn(self) -> int:
+        """How many start-ups of this name this process has begun, which is the same on all ranks."""
+        return self._execution.turn if self._execution is not None else 0
+
     def note(self, text: str) -> None:
         """Leave a remark of the running step in the record, one sentence, which `initopt` shows."""
         if self._execution is not None:

@@ -68,6 +68,22 @@ def names_in(folder: str | Path) -> frozenset[str]:
     return frozenset(found)
 
 
+def stamps_in(folder: str | Path) -> dict[str, tuple[int, int]]:
+    """The names of `names_in`, each with size and time of its last change."""
+    found = {}
+    for name in names_in(folder):
+        with suppress(FileNotFoundError):
+            there = os.lstat(os.path.join(os.fspath(folder), name))
+            found[name] = there.st_size, there.st_mtime_ns
+    return found
+
+
+def unchanged_in(folder: str | Path, stamps: Mapping[str, tuple[int, int]]) -> frozenset[str]:
+    """Those that are as they were, and that nobody has begun to write: what was read in between is whole."""
+    now = stamps_in(folder)
+    return frozenset(name for name, stamp in stamps.items() if now.get(name) == stamp)
+
+
 def _unfinished(locks: str) -> frozenset[str]:
     """The beginnings of the names that somebody has locked in this folder."""
     held: set[str] = set()

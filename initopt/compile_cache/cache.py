@@ -7,7 +7,7 @@ a hit, and what a start needs are the files of one folder.
 
 from __future__ import annotations
 
-import collections
+import functools
 import hashlib
 import json
 import os
@@ -30,6 +30,7 @@ from initopt.compile_cache.meeting import all_there
 from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
 from initopt.compile_cache.within import within
 from initopt.rank_numbers import ranks_in_short
+from initopt.record import step
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,8 @@ INSTRUCTION_SETS = "instruction-sets"
 
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _OURS = "initopt-"
-_turns: collections.Counter[str] = collections.Counter()
+SAVING = 120.0
+"""Seconds that keeping something may take while nobody waits; a process that ends waits for it."""
 
 CompileNow = Callable[[Callable[[str], None]], int]
 """Compiles on the calling thread, given a function that says to whom waits what it does; returns how many graphs."""
@@ -52,11 +54,15 @@ CompileNow = Callable[[Callable[[str], None]], int]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those that start up together. `store` is a torch.distributed store that all of them share; None for one rank."""
+    """Those that start up together. `store` is a torch.distributed store that all of them share; None for one rank.
+
+    `startup` is what they call this start-up, and no other one in this attempt of the job.
+    """
 
     store: Any
     rank: int
     world_size: int
+    startup: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class Uncached:
             self.ranks.store,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
-            topic=f"compiled/{_turn('compiled')}",
+            topic=f"{self.ranks.startup}/compiled",
             patience=self._patience,
             between=self._between,
         )
@@ -129,9 +135,9 @@ class Cache(Uncached):
     def __init__(
         self,
         key: Key,
-        folder: Path,
         store: ArtifactStore | None,
         scope: str,
+        secret: str,
         ranks: Ranks,
         *,
         patience: float,
@@ -139,18 +145,18 @@ class Cache(Uncached):
     ) -> None:
         super().__init__(ranks, patience=patience, between=between)
         self.key = key
-        self.folder = folder
+        self.folder = Path()
         self._store = store
         self._scope = scope
+        self._secret = secret
+        self._topics = 0
         self._outcome = Outcome("alone", None, 0.0)
         self._hit = False
         self._why: list[str] = []
         self._files = self._bytes = 0
         self._names: frozenset[str] = frozenset()
-        self._secret = ""
         self._learned: dict[str, Mapping[str, Any]] = {}
         self._keeps = True
-        self._asks = False
         self._warned = False
         self._saving = threading.Lock()
 
@@ -173,29 +179,32 @@ class Cache(Uncached):
         """
         where = default_place() if place is None else os.fspath(place)
         shared = "://" in where if shared is None else shared
-        try:
-            folder = _entered(key)
-        except Exception as error:
-            _warn(f"compiled code is neither looked up nor kept ({_said(error)}); all compiles as without a cache")
-            return Uncached(ranks, patience=patience, between=between)
-        cache = cls(key, folder, None, _identity(folder), ranks, patience=patience, between=between)
+        store, secret, scope, problem = None, "", "", ""
         try:
             signing = SigningKey.find()
             store = within(ANSWER, lambda: ArtifactStore(where, signing))
             if not shared:
                 os.makedirs(where, exist_ok=True)
-            cache._scope = "job" if shared else _identity(Path(where))
-            cache._store = store
+            # Who has another secret can use nothing of what these ranks make.
+            secret = signing.name.hex()[:8]
+            scope = f"{'job' if shared else _identity(Path(where))}/{secret}"
         except Exception as error:
-            cache._warn(f"compiled code is not kept ({_said(error)}); the start-up compiles as without a cache")
-        else:
-            cache._secret = signing.name.hex()[:8]
-        host = cache._named(INSTRUCTION_SETS)
+            store, problem = None, f"compiled code is not kept ({_said(error)}); all compiles as without a cache"
+        cache = cls(key, store, scope, secret, ranks, patience=patience, between=between)
+        if problem:
+            cache._warn(problem)
+        try:
+            if device.type == "cpu":
+                cache.key = Key({**key.parts, "instruction sets": cache._instruction_sets()})
+            cache.folder = _entered(cache.key)
+        except Exception as error:
+            cache._warn(
+                f"compiled code is neither looked up nor kept ({_said(error)}); all compiles as without a cache"
+            )
+            return Uncached(ranks, patience=patience, between=between)
+        cache._scope = scope or _identity(cache.folder)
         about = {name: cache._named(name) for name in DOCUMENTS}
-        documents = cache._documents((host, *about.values()))
-        if device.type == "cpu":
-            verdicts = documents.get(host)
-            cache._asks = verdicts is None or not instruction_sets.know(verdicts)
+        documents = cache._documents(tuple(about.values()))
         cache.known = Known.of({name: documents[stored] for name, stored in about.items() if stored in documents})
         return cache
 
@@ -219,14 +228,14 @@ class Cache(Uncached):
             nonlocal graphs
             graphs = compile_now(say)
             if graphs:
-                self._save()
-                self._complete.touch()
+                self._save(self._patience)
+                self._done()
             return json.dumps({"graphs": graphs, "folder": _identity(self.folder)})
 
         def use(told: str) -> None:
             made = json.loads(told)
             if made["graphs"] and made["folder"] != _identity(self.folder) and not self._load():
-                raise StoreError(str(self.folder), "what the other rank compiled is not in the store")
+                raise RuntimeError("what the other rank compiled is not in the store, as far as this rank can see")
 
         if not self._hit:
             own = self._documents((self._class_name,)).get(self._class_name, {})
@@ -263,11 +272,12 @@ class Cache(Uncached):
     def _one_for_all(
         self, what: str, work: Callable[[Callable[[str], None]], str], use: Callable[[str], None]
     ) -> Outcome:
-        topic = f"{what}/{self.key.digest}/{self._scope}"
+        self._topics += 1
+        topic = f"{self.ranks.startup}/{self._topics}/{what}/{self.key.digest}/{self._scope}"
         return one_for_all(
             self.ranks.store,
             rank=self.ranks.rank,
-            topic=f"{topic}/{_turn(topic)}",
+            topic=topic,
             patience=self._patience,
             work=work,
             use=use,
@@ -307,24 +317,21 @@ class Cache(Uncached):
                 self._warn(f"compiled code in {store.place} was not opened ({loaded.rejected[0]}{more}){without}")
             self._names |= loaded.names
             self._files, self._bytes = len(loaded.names), loaded.bytes
+            # What a bundle that was not opened had is compiled, and kept, once more: then the others are all there is.
             if loaded.bundles:
-                self._complete.touch()
+                self._done()
             return loaded.bundles > 0
         return False
 
-    def _save(self) -> None:
+    def _save(self, seconds: float = SAVING) -> None:
         store = self._store
         if store is None:
             return
         with _problems(self), self._saving:
-            within(self._patience, lambda: store.save(self.key, self.folder, self._names))
+            within(seconds, lambda: store.save(self.key, self.folder, self._names))
             while self._learned:
                 name, data = self._learned.popitem()
                 self._put_document(self._named(name), data)
-            # Where nothing was compiled it was not asked, and that would take seconds.
-            if self._asks and _compiled():
-                self._asks = False
-                self._put_document(self._named(INSTRUCTION_SETS), instruction_sets.verdicts())
 
     def _restock(self) -> None:
         """Store what is in the folder if somebody has emptied the store, which others rely on."""
@@ -332,7 +339,7 @@ class Cache(Uncached):
         if store is not None:
             with _problems(self):
                 if not within(ANSWER, lambda: store.has(self.key)):
-                    self._save()
+                    self._save(self._patience)
 
     def _save_aside(self) -> None:
         # Not a daemon: it takes moments, and what it writes is for the next start even if this job ends now.
@@ -357,17 +364,57 @@ class Cache(Uncached):
     @property
     def _complete(self) -> Path:
         """The mark that the folder has all that a start compiles ahead."""
-        # Beside the folder, so that it is no file of it.
-        return self.folder.with_name(f"{self.folder.name}.complete")
+        # Among torch's locks, which are no part of what is kept.
+        return self.folder / "locks" / "initopt.complete"
+
+    def _done(self) -> None:
+        self._complete.parent.mkdir(exist_ok=True)
+        self._complete.touch()
+
+    def _instruction_sets(self) -> str:
+        """Let one rank of each host ask what the compiler can build for, unless that is known; say what came out.
+
+        It decides what code is made of a graph, and no key of torch's has it.
+        """
+        name = self._named(INSTRUCTION_SETS)
+        known = self._documents((name,)).get(name)
+        if known is None or not instruction_sets.know(known):
+
+            def work(say: Callable[[str], None]) -> str:
+                say("looks what this CPU can do")
+                with step("instruction_sets"):
+                    instruction_sets.ask()
+                return json.dumps(instruction_sets.verdicts())
+
+            def use(told: str) -> None:
+                if not instruction_sets.know(json.loads(told)):
+                    raise RuntimeError("this rank has another CPU or compiler")
+
+            host = f"instruction-sets/{self.key.host}/{socket.gethostname()}"
+            one_for_all(
+                self.ranks.store,
+                rank=self.ranks.rank,
+                topic=f"{self.ranks.startup}/{host}",
+                patience=self._patience,
+                work=work,
+                use=use,
+                between=self._between,
+            )
+            verdicts = instruction_sets.verdicts()
+            # A no may be that of a busy machine, and is asked for again.
+            if known is None and verdicts and all(verdicts.values()):
+                self._put_document(name, verdicts)
+        return ", ".join(name for name, can in instruction_sets.verdicts().items() if can) or "none"
 
     def _documents(self, names: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
         """Those of these documents that are there and can be opened."""
         found: dict[str, Mapping[str, Any]] = {}
-        store = self._store
-        if store is not None:
-            for name in names:
+        for name in names:
+            # It is None from the first one on that is waited for in vain.
+            store = self._store
+            if store is not None:
                 with _problems(self):
-                    document = within(ANSWER, lambda name=name: store.document(name))  # type: ignore[misc]
+                    document = within(ANSWER, functools.partial(store.document, name))
                     if document is not None:
                         found[name] = document
         return found
@@ -394,7 +441,7 @@ class _problems:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, OSError | ValueError):
+        if not isinstance(error, Exception):
             return False
         self._cache._why.append(_said(error))
         self._cache._warn(f"the store of compiled code can't be used as it should ({_said(error)})")
@@ -417,12 +464,6 @@ def _entered(key: Key) -> Path:
     return folder
 
 
-def _compiled() -> bool:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"]) > 0
-
-
 def _graphs() -> str:
     """A digest of the graphs that this process has compiled or found, by torch's own keys of them; empty if unknown."""
     import torch
@@ -434,12 +475,6 @@ def _graphs() -> str:
         return ""
     keys = sorted(f"{kind}/{key}" for kind, all_keys in artifacts.items() for key in all_keys)
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()[:32] if keys else ""
-
-
-def _turn(topic: str) -> int:
-    """How often this process had the topic: ranks that start up several times do so together."""
-    _turns[topic] += 1
-    return _turns[topic]
 
 
 def _identity(folder: Path) -> str:

@@ -90,7 +90,10 @@ def host_key(device: torch.device) -> dict[str, str]:
         "triton": _triton(),
         "python": f"{platform.python_implementation()} {sys.version_info.major}.{sys.version_info.minor}",
         "platform": f"{sys.platform} {platform.machine()} {' '.join(platform.libc_ver())}".rstrip(),
-        "cpu": f"{_cpu()}, {torch.backends.cpu.get_cpu_capability()}",
+        # torch has read the variable when it was imported; its compiler reads it whenever it compiles.
+        "cpu": ", ".join(
+            filter(None, (_cpu(), torch.backends.cpu.get_cpu_capability(), os.environ.get("ATEN_CPU_CAPABILITY")))
+        ),
         "compiler": _compiler(),
     }
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""A function of a module, replaced for the calls of one thread while a block runs, and put back."""
+"""A function of a module or class, replaced for the calls of one thread while a block runs, and put back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def on_this_thread(
-    module: ModuleType, name: str, function: Callable[..., Any], when: Callable[[], bool] = lambda: True
+    module: ModuleType | type, name: str, function: Callable[..., Any], when: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
     """Let `module.name` be `function` in calls of this thread, while `when` says so; others go where they went.
 
@@ -24,6 +24,8 @@ def on_this_thread(
     thread = threading.get_ident()
     with _one_at_a_time:
         original = getattr(module, name)
+        # Of a class it is not what an access gives, but a classmethod.
+        stored = vars(module)[name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             chosen = function if threading.get_ident() == thread and when() else original
@@ -33,4 +35,4 @@ def on_this_thread(
         try:
             yield
         finally:
-            setattr(module, name, original)
+            setattr(module, name, stored)

@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from initopt.compile_cache.authenticity import FILE, SECRET, SIGNATURE, SigningKey
-from initopt.compile_cache.bundle import MOST, BundleError, merge, names_in, names_of, pack, unpack
+from initopt.compile_cache.bundle import (
+    MOST,
+    BundleError,
+    merge,
+    names_of,
+    pack,
+    stamps_in,
+    unchanged_in,
+    unpack,
+)
 from initopt.compile_cache.key import Key
 from initopt.record import run_root
 
@@ -200,7 +209,8 @@ class ArtifactStore:
         signing = self._secret()
         digest = key.digest
         with self._errors():
-            new = names_in(folder) - known
+            stamps = stamps_in(folder)
+            new = frozenset(stamps) - known
             # Most saves add nothing, and need not ask the store then.
             if not new:
                 return None
@@ -209,6 +219,13 @@ class ArtifactStore:
             if not new:
                 return None
             data = pack(folder, new)
+            # What was being written meanwhile may be half there: its turn comes with the next save.
+            whole = unchanged_in(folder, stamps)
+            if not new <= whole:
+                new &= whole
+                if not new:
+                    return None
+                data = pack(folder, new)
             replaced: list[str] = []
             if len(stored) >= BUNDLES:
                 opened = [(name, content) for name, content, problem in self._bundles(signing, digest) if not problem]

@@ -12,10 +12,10 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from initopt.compile_cache.autotune import pruned
@@ -58,6 +58,10 @@ class Compile:
     same class. Both may give other last bits than without: the first adds up in another order, the second may take
     another kernel, as every tuning may.
 
+    `ddp_bucket_mb` is the size of the buckets (in MiB) of the DistributedDataParallel that the parts will run in, None
+    where they run in none. torch's compiler cuts the graphs in there at the buckets; the default is what TorchRec's
+    DistributedModelParallel makes.
+
     `cache` is where compiled code is kept between starts: a folder, or an address of fsspec such as `s3://bucket/job`;
     default: `compile_cache` beside the runs. With `shared` (default: for an address) all hosts see the same there, and
     one rank of the job compiles for all; else one of each host does.
@@ -71,6 +75,7 @@ class Compile:
     dynamic: bool | Literal["recorded"] | None = None
     tuning: Literal["all", "recorded"] = "all"
     fullgraph: bool = False
+    ddp_bucket_mb: float | None = 25.0
     cache: str | Path | None = None
     shared: bool | None = None
 
@@ -106,19 +111,21 @@ class Compile:
         store: Any,
         rank: int,
         world_size: int,
+        startup: str = "",
         patience: float = PATIENCE,
         between: Callable[[], None] = lambda: None,
     ) -> Uncached:
         """Return the cache of this start-up (see `cache.Cache`), with what an earlier start left about the model.
 
-        `store` is a torch.distributed store that all ranks share. `patience` is how many seconds a rank waits for
-        another one; `between` is called meanwhile.
+        `store` is a torch.distributed store that all ranks share, `startup` what they call this start-up and no other
+        one in this attempt of the job. `patience` is how many seconds a rank waits for another one; `between` is called
+        meanwhile.
         """
         import torch
 
         device = torch.device(device)
-        ranks = Ranks(store, rank, world_size)
-        options = {name: getattr(self, name) for name in ("mode", "options", "dynamic", "fullgraph")}
+        ranks = Ranks(store, rank, world_size, startup)
+        options = {name: getattr(self, name) for name in ("mode", "options", "dynamic", "fullgraph", "ddp_bucket_mb")}
         uncached = Uncached(ranks, patience=patience, between=between)
         if prepared.model is None:
             return uncached
@@ -244,7 +251,12 @@ class Compile:
                 say(f"compiles {name!r}")
                 try:
                     for call in calls if self.dynamic is False else calls[:1]:
-                        _compile(parts[name], call)
+                        _compile(parts[name], call, self.ddp_bucket_mb)
+                except _LeftTrace:
+                    raise RuntimeError(
+                        f"part {name!r} has nothing that torch compiles, so it ran for real in the warm-up and changed "
+                        "its own attributes: the training would not be stock's. Leave it out of the parts"
+                    ) from None
                 except Exception as error:
                     warnings.warn(
                         f"initopt: part {name!r} was not compiled ahead ({_first_line(error)}); "
@@ -264,7 +276,7 @@ class Compile:
         return int(counters["stats"]["unique_graphs"])
 
 
-def _compile(part: Callable[..., Any], call: Call) -> None:
+def _compile(part: Callable[..., Any], call: Call, ddp_bucket_mb: float | None) -> None:
     import torch
     from torch._functorch import config
 
@@ -274,12 +286,20 @@ def _compile(part: Callable[..., Any], call: Call) -> None:
         raise ValueError(f"torch compiles nothing of a part that is a {type(part).__name__}")
     with ExitStack() as stack:
         stack.enter_context(_warming())
+        if ddp_bucket_mb is not None:
+            stack.enter_context(_in_ddp(int(ddp_bucket_mb * 2**20)))
         stack.enter_context(torch._dynamo.error_on_graph_break(True))
         if call.modes is not None:
             stack.enter_context(call.modes.entered())
         stack.enter_context(config.patch(force_non_lazy_backward_lowering=torch.is_grad_enabled()))
-        stack.enter_context(suppress(_Compiled))
-        part(*call.args, **call.kwargs)
+        before = _attributes(part)
+        try:
+            part(*call.args, **call.kwargs)
+        except _Compiled:
+            return
+    # There was no graph in it, so it has run for real.
+    if _attributes(part) != before:
+        raise _LeftTrace
 
 
 def _uncached(error: Exception) -> None:
@@ -292,6 +312,25 @@ def _uncached(error: Exception) -> None:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+
+
+def _attributes(part: Any) -> list[tuple[str, Any]]:
+    """The plain attributes of the modules of a part, and how often its tensors were changed."""
+    import torch
+
+    found: list[tuple[str, Any]] = []
+    for path, module in part.named_modules() if isinstance(part, torch.nn.Module) else ():
+        values = {**vars(module), **module._parameters, **module._buffers}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                found.append((f"{path}.{name}", value._version))
+            elif value is None or isinstance(value, bool | int | float | str):
+                found.append((f"{path}.{name}", value))
+    return found
+
+
+class _LeftTrace(Exception):
+    """A part that torch compiles nothing of has changed itself in the warm-up."""
 
 
 class _Compiled(Exception):
@@ -308,14 +347,31 @@ class _Backend:
         self._inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-untyped-call]
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        from torch._subclasses import FakeTensor
+
         compiled = self._inductor(graph, inputs)
 
         def run(*arguments: Any) -> Any:
-            if getattr(_here, "warming", False):
+            # A piece of a graph that was cut for DDP is called while the next one is compiled, without data.
+            if getattr(_here, "warming", False) and not any(isinstance(one, FakeTensor) for one in arguments):
                 raise _Compiled
             return compiled(*arguments)
 
         return run
+
+
+@contextmanager
+def _in_ddp(bucket_bytes: int) -> Iterator[None]:
+    """Let this thread compile as inside of the forward pass of a DistributedDataParallel, which is not there yet.
+
+    The order in which gradients come, and so how they are added up, depends on where a graph is cut.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    # All that the compiler asks it for.
+    stand_in = SimpleNamespace(bucket_bytes_cap=bucket_bytes)
+    with on_this_thread(DistributedDataParallel, "_get_active_ddp_module", lambda: stand_in):
+        yield
 
 
 @contextmanager

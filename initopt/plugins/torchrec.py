@@ -189,8 +189,12 @@ class TrainerStartup(Startup):
                 if anew
                 else "a part has no example, or a graph break, behind which a warm-up does not get (`initopt compile`)"
             )
+            # Dynamo takes a second size for one that varies.
+            fixed = self.compile is None or self.compile.dynamic is False
+            also = "" if fixed or not anew else ". Its code is for any size now, unlike stock's"
             warnings.warn(
-                f"initopt: the first batch compiled {more} more graphs than the warm-up had: {because}", stacklevel=2
+                f"initopt: the first batch compiled {more} more graphs than the warm-up had: {because}{also}",
+                stacklevel=2,
             )
 
 
@@ -370,6 +374,7 @@ def _compiles_ahead(start: TrainerStartup, compile: Compile) -> None:
             store=store,
             rank=place.rank,
             world_size=place.world_size,
+            startup=f"{start.name}.{start.turn}",
             # A rank waits for two leaders at the most, and then compiles within what is left of its step's time.
             patience=min(600.0, start.timeout / 4),
             between=start.pause,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from contextlib import contextmanager
@@ -121,16 +122,19 @@ def on_own_disk(disk: Path, config: Any, *, compiler: bool = True) -> Any:
 
 @pytest.mark.timeout(400)
 def test_compiled_parts_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up leaves no trace, one rank compiles, and the code that it compiled is the code that trains."""
+    """The warm-up leaves no trace, one rank compiles, and the code that it compiled is the code that trains.
+
+    Three ranks: of two the order in which gradients are added up makes no difference.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     chosen = config(compile=True)
-    expected = fork_ranks(stock, chosen, timeout=350)
-    assert fork_ranks(on_own_disk, tmp_path / "cold", chosen, timeout=350) == expected
+    expected = fork_ranks(stock, chosen, ranks=3, timeout=350)
+    assert fork_ranks(on_own_disk, tmp_path / "cold", chosen, ranks=3, timeout=350) == expected
     # Every disk is empty again, and all there is is what the first start stored.
-    assert fork_ranks(on_own_disk, tmp_path / "moved", chosen, compiler=False, timeout=350) == expected
+    assert fork_ranks(on_own_disk, tmp_path / "moved", chosen, compiler=False, ranks=3, timeout=350) == expected
 
     by_stock, cold, moved = (Run.load(tmp_path / "runs" / f"{number:04}") for number in (1, 2, 3))
-    for rank in range(2):
+    for rank in range(3):
         # Stock compiles in its first step, every backward graph when it comes to it. Inside DDP torch cuts a graph up.
         turns = compiled_on(by_stock, rank)
         assert {turn.step for turn in turns} == {"first_step"}
@@ -148,9 +152,13 @@ def test_compiled_parts_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert (found.graphs, found.recompiled, found.failed) == (3, 0, 0)
             steps = {span.name for span in run.of_rank(rank) if span.stage == "compile" and span.kind == "step"}
             assert steps >= {"compile_parts", "compile_cache", "compile_load", "compile_warmup", "compiled"}
-    assert {one.role: one.hit for one in cold.compile_caches} == {"leader": False, "follower": False}
+    assert sorted(one.role for one in cold.compile_caches) == ["follower", "follower", "leader"]
+    assert not any(one.hit for one in cold.compile_caches)
     [led] = [one.rank for one in cold.compile_caches if one.role == "leader"]
-    for run, rank, use in ((cold, led, "miss"), (cold, 1 - led, "hit"), (moved, 0, "hit"), (moved, 1, "hit")):
+    for run, rank in itertools.product((cold, moved), range(3)):
+        use = "miss" if (run, rank) == (cold, led) else "hit"
         turns = compiled_on(run, rank)
-        assert {turn.aot_autograd_cache for turn in turns} == {turn.fx_graph_cache for turn in turns} == {use}
+        assert {turn.fx_graph_cache for turn in turns} == {use}
+        # What was cut up for DDP does not go through this cache, in stock neither.
+        assert [turn.aot_autograd_cache for turn in turns] == [use, use, "bypass"]
     assert all(one.hit and one.files for one in moved.compile_caches)

@@ -273,7 +273,7 @@ def varying(disk: Path, place: str, dynamic: Any, sizes: tuple[int, ...]) -> tup
     # As this process would where it ends.
     kept()
     cache._save()  # type: ignore[attr-defined]
-    return ahead, compile.graphs() - ahead, compile.advice(cache)
+    return ahead, compile.graphs() - ahead, compile.advice(part, cache)
 
 
 def test_sizes_that_varied_are_compiled_for_at_once_in_the_next_start(tmp_path: Path) -> None:
@@ -283,7 +283,9 @@ def test_sizes_that_varied_are_compiled_for_at_once_in_the_next_start(tmp_path: 
     assert first == (1, 1, "")
     [static] = fork_ranks(varying, tmp_path / "a", place, None, sizes, ranks=1)
     assert static[:2] == (1, 1)
-    assert static[2].startswith("one size varied in an earlier run, which compiled again for each: dynamic='recorded'")
+    assert static[2].startswith(
+        "one size (part: x.size(0)) varied in an earlier run, which compiled again for each: dynamic='recorded'"
+    )
     assert "TORCH_COMPILE_DYNAMIC_SOURCES=\"L['x']:0\"" in static[2]
     [recorded] = fork_ranks(varying, tmp_path / "b", place, "recorded", sizes, ranks=1)
-    assert recorded == (1, 0, "compiled for every value of one size that varied in an earlier run")
+    assert recorded == (1, 0, "compiled for every value of one size (part: x.size(0)) that varied in an earlier run")
