@@ -462,7 +462,7 @@ def test_a_start_up_of_another_name_before_does_not_set_ranks_apart(monkeypatch:
 
     def note() -> None:
         assert start._execution is not None
-        turns.append(start._execution._turn)
+        turns.append(start.turn)
 
     start.step(note)
     start.run()
