@@ -414,19 +414,9 @@ class Recorder:
         """Leave a remark of `step`, or of the step that this thread is in."""
         self._write(Note(text, self.step_here() if step is None else step), time.thread_time())
 
-    def compile_cache(
-        self,
-        *,
-        role: Literal["leader", "follower", "alone"],
-        leader: int = -1,
-        waited: float = 0.0,
-        hit: bool = False,
-        files: int = 0,
-        bytes: int = 0,
-        why: str = "",
-    ) -> None:
-        """Leave how this rank came to its compiled code: see `CompileCache`."""
-        self._write(CompileCache(role, leader, waited, hit, files, bytes, why), time.thread_time())
+    def compile_cache(self, found: CompileCache) -> None:
+        """Leave how this rank came to its compiled code. Called again, the last one counts."""
+        self._write(found, time.thread_time())
 
     def started(self) -> None:
         """Say that the start-up is over, unless a step FIRST_STEP follows: what is used from here on is training's."""

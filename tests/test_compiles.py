@@ -103,8 +103,8 @@ def test_who_led_and_who_waited(run: Run) -> None:
 def test_what_a_rank_says_last_of_the_cache_counts(tmp_path: Path) -> None:
     with Recorder("j", mode="stock", root=tmp_path) as recorder:
         recorder.agree(0, 1)
-        recorder.compile_cache(role="follower", leader=1, waited=9.0, why="rank 1 is late")
-        recorder.compile_cache(role="leader", leader=0, files=3, bytes=4096, why="rank 1 is late")
+        recorder.compile_cache(CompileCache("follower", leader=1, waited=9.0, why="rank 1 is late"))
+        recorder.compile_cache(CompileCache("leader", leader=0, files=3, bytes=4096, why="rank 1 is late"))
     run = Run.load(tmp_path / "0001")
     late = "rank 1 is late"
     assert run.compile_caches == (

@@ -30,7 +30,7 @@ from initopt.compile_cache.meeting import all_there
 from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
 from initopt.compile_cache.within import within
 from initopt.rank_numbers import ranks_in_short
-from initopt.record import step
+from initopt.record import CompileCache, step
 
 if TYPE_CHECKING:
     import torch
@@ -65,25 +65,12 @@ class Ranks:
     startup: str = ""
 
 
-@dataclass(frozen=True)
-class Found:
-    """How a rank came to its code: see `record.CompileCache`."""
-
-    role: Literal["leader", "follower", "alone"] = "alone"
-    leader: int = -1
-    waited: float = 0.0
-    hit: bool = False
-    files: int = 0
-    bytes: int = 0
-    why: str = ""
-
-
 class Uncached:
     """A start-up without a cache: every rank compiles what it needs. `patience` is in seconds."""
 
     def __init__(self, ranks: Ranks, *, patience: float = PATIENCE, between: Callable[[], None] = lambda: None) -> None:
         self.ranks = ranks
-        self.found = Found()
+        self.found = CompileCache("alone")
         self.known = Known()
         self.tuned: tuple[Tuned, ...] = ()
         """What autotuning did while the code was made."""
@@ -249,7 +236,7 @@ class Cache(Uncached):
                 self._differs()
         outcome = self._outcome
         roles: dict[str, Literal["leader", "follower", "alone"]] = {"led": "leader", "followed": "follower"}
-        self.found = Found(
+        self.found = CompileCache(
             role="alone" if self.ranks.world_size == 1 else roles.get(outcome.role, "alone"),
             leader=-1 if outcome.leader is None else outcome.leader,
             waited=outcome.waited,

@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +173,7 @@ class TrainerStartup(Startup):
     def came_to_code(self, found: Any) -> None:
         """Leave in the record how this rank came to its compiled code."""
         if self._execution is not None:
-            self._execution.recorder.compile_cache(**asdict(found))
+            self._execution.recorder.compile_cache(found)
 
     def _after_first_step(self, warmed: int, began: float) -> None:
         if self.collective_timeout is not None:
