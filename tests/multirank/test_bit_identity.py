@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import time
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 from initopt.compiles import compiled_on, total
 from initopt.runs import Run
 from tests.multirank.forked import fork_ranks
+from tests.multirank.launch import REPOSITORY, launch
 
 SHARDINGS = ("table_wise", "column_wise", "row_wise", "data_parallel")
 
@@ -99,39 +101,27 @@ def test_another_seed_trains_to_another_state() -> None:
     assert other == fork_ranks(stock, config(seed=1))
 
 
-def on_own_disk(disk: Path, config: Any, *, compiler: bool = True) -> Any:
-    """The initopt trainer, with caches of the compiler as on a host of its own, and no C++ compiler if so wanted."""
-    import os
-    import tempfile
-
-    from benchmarks.trainers import dlrm_initopt
-
-    own = disk / os.environ["RANK"]
-    own.mkdir(parents=True)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "inductor")
-    tempfile.tempdir = str(own)
-    if not compiler:
-        from torch._inductor.cpp_builder import CppBuilder
-
-        def build(self: Any) -> None:
-            raise AssertionError("the compiler was asked for something")
-
-        CppBuilder.build = build
-    return dlrm_initopt.train(config, overlap=True, shared_store=True)
+def launched(disk: str, folder: Path, trainer: str, *options: str, compiler: bool = True) -> list[Any]:
+    """A trainer of small size in fresh processes (one that was forked may wait for ever for a compiler's thread)."""
+    trainers = REPOSITORY / "benchmarks" / "trainers"
+    script = [str(trainers / "disk.py"), disk, str(folder), trainer, *options]
+    size = ["--rows", "200", "--batch-size", "16", "--samples", "2048"]
+    before = [] if compiler else [str(Path(__file__).with_name("without_compiler.py"))]
+    job = launch([*before, *script, *size], ranks=3, timeout=350).check()
+    return [json.loads(rank.stdout.splitlines()[-1]) for rank in job.ranks]
 
 
 @pytest.mark.timeout(400)
-def test_compiled_parts_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_parts_equal_stock(tmp_path: Path) -> None:
     """The warm-up leaves no trace, one rank compiles, and the code that it compiled is the code that trains.
 
     Three ranks: of two the order in which gradients are added up makes no difference.
     """
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    chosen = config(compile=True)
-    expected = fork_ranks(stock, chosen, ranks=3, timeout=350)
-    assert fork_ranks(on_own_disk, tmp_path / "cold", chosen, ranks=3, timeout=350) == expected
+    expected = launched("shared", tmp_path / "stock", "dlrm_stock.py")
+    assert launched("own", tmp_path / "cold", "dlrm_initopt.py", "--shared-store") == expected
     # Every disk is empty again, and all there is is what the first start stored.
-    assert fork_ranks(on_own_disk, tmp_path / "moved", chosen, compiler=False, ranks=3, timeout=350) == expected
+    moved_to = tmp_path / "moved"
+    assert launched("own", moved_to, "dlrm_initopt.py", "--shared-store", compiler=False) == expected
 
     by_stock, cold, moved = (Run.load(tmp_path / "runs" / f"{number:04}") for number in (1, 2, 3))
     for rank in range(3):
