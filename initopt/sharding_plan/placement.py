@@ -163,13 +163,16 @@ class Greedy:
 def _on_one_host(choice: Choice, ranks: Ranks, hosts: Hosts) -> list[int]:
     """Place all shards on the least loaded host that takes them."""
     for host in hosts.by_load():
+        if choice.sharding_type == _TABLE_ROW_WISE:
+            # TorchRec looks at the room of the host first, but where every shard has room so has their sum.
+            if not _one_each_fits(choice, ranks, host):
+                continue
+            for run in choice.runs:
+                ranks.put_each(run, host[run.start : run.stop])
+            return list(host)
         room = [sum(free[host.start : host.stop]) for free in ranks.free]
         if any(needed > there for needed, there in zip(choice.storage, room, strict=True)):
             continue
-        if choice.sharding_type == _TABLE_ROW_WISE:
-            if not _one_each_fits(choice, ranks, host):
-                continue
-            return _one_each(choice, ranks, host)
         if choice.sharding_type != _TABLE_COLUMN_WISE:
             raise DoesNotFit
         before = ranks.saved(host)

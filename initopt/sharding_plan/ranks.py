@@ -59,6 +59,24 @@ class Ranks:
         self.totals[rank] = total = a + b + c + d + e
         return total
 
+    def put_each(self, run: Run, ranks: range) -> None:
+        """Place one shard of the run on each of the ranks: `put`, with what is the same for all looked up once."""
+        hbm, ddr, ssd = run.storage
+        hbm_free, ddr_free, ssd_free = self.free
+        more_fwd, more_bwd, more_fwd_comms, more_bwd_comms, more_prefetch = run.parts
+        fwd, bwd, fwd_comms, bwd_comms, prefetch = self.parts
+        totals = self.totals
+        for rank in ranks:
+            hbm_free[rank] -= hbm
+            ddr_free[rank] -= ddr
+            ssd_free[rank] -= ssd
+            fwd[rank] = a = fwd[rank] + more_fwd
+            bwd[rank] = b = bwd[rank] + more_bwd
+            fwd_comms[rank] = c = fwd_comms[rank] + more_fwd_comms
+            bwd_comms[rank] = d = bwd_comms[rank] + more_bwd_comms
+            prefetch[rank] = e = prefetch[rank] + more_prefetch
+            totals[rank] = a + b + c + d + e
+
 
 class Hosts:
     """The hosts in the order of their load: the sum of the totals of their ranks, added in the order of ranks."""
@@ -100,16 +118,19 @@ class Queue:
         heapq.heapify(self._heap)
         self._aside: list[tuple[float, int, int]] = []
         self._most_room = -1
+        self._changed: set[int] = set()
 
     def changed(self, used: list[int]) -> None:
         """Note that these ranks hold something that was not placed by this queue."""
-        for rank in set(used):
-            heapq.heappush(self._heap, (self._ranks.totals[rank], rank % self._local_size, rank))
+        self._changed.update(used)
 
     def place(self, choice: Choice, limit: float) -> list[int]:
         """Place each shard on the least loaded rank that has room. Raises DoesNotFit and TooSlow."""
         used = []
         heap, ranks, totals = self._heap, self._ranks, self._ranks.totals
+        for rank in self._changed:
+            heapq.heappush(heap, (totals[rank], rank % self._local_size, rank))
+        self._changed.clear()
         hbm_free, ddr_free, ssd_free = ranks.free
         for run in choice.runs:
             hbm, ddr, ssd = run.storage
