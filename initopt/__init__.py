@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from initopt.graph import GraphError as GraphError
     from initopt.graph import OrderError as OrderError
     from initopt.graph import Step as Step
+    from initopt.imports import record_imports as record_imports
     from initopt.overlap import Startup as Startup
     from initopt.overlap import Values as Values
     from initopt.record import FIRST_STEP as FIRST_STEP
@@ -57,6 +58,7 @@ _HOME = {
     "load_plan": "sharding_plan",
     "make_fast": "sharding_plan",
     "plan_locally": "sharding_plan",
+    "record_imports": "imports",
     "recompiled_since": "compile_cache.compile_events",
     "step": "record",
 }
@@ -89,6 +91,7 @@ __all__ = [
     "make_fast",
     "plan_locally",
     "recompiled_since",
+    "record_imports",
     "step",
 ]
 

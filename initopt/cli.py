@@ -122,6 +122,27 @@ def compile_(run: RunName = None, root: Root = None, rank: Rank = None, as_json:
 
 
 @app.command()
+def imports(
+    run: RunName = None,
+    root: Root = None,
+    rank: Rank = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every package and line.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What was imported: by package, and by the line of yours that led to it."""
+    _show(report.imports_view(_run(run, root), rank, everything=everything, width=_width()), as_json)
+
+
+@app.command()
+def defer(run: RunName = None, root: Root = None, as_json: AsJson = False) -> None:
+    """What the first batch did not need: steps, loaders, groups, imports.
+
+    The exit code is 1 where something was found.
+    """
+    _show(report.defer_view(_run(run, root), width=_width()), as_json)
+
+
+@app.command()
 def plot(
     run: RunName = None,
     root: Root = None,

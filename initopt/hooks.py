@@ -94,6 +94,9 @@ class Listener(Protocol):
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
         """The first call on a group: its name and its members' global ranks."""
 
+    def group_made(self, group: Any, name: str, call_site: str) -> None:
+        """A new group, of which this process is a member."""
+
     def spent(self, seconds: float) -> None:
         """What putting the hooks in and out took."""
 
@@ -158,7 +161,7 @@ class _Watch:
         self._lock = threading.Lock()
         self._calls = calls
         self._thread = threading.local()
-        self._sites = _CallSites(os.path.dirname(c10d.__file__ or ""))
+        self._sites = CallSites(os.path.dirname(c10d.__file__ or ""))
 
     def wrap(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, made to report its calls."""
@@ -212,6 +215,7 @@ class _Watch:
             if makes_group and isinstance(result, self._c10d.ProcessGroup):
                 group = self._name(result)
                 sequence = self._next(group)
+                self._listener.group_made(result, group, call_site)
             if sequence == 0 and not error:
                 self._tell_group(group, result if makes_group else given)
             self._listener.met(
@@ -279,8 +283,8 @@ def _bytes(payload: Any) -> int:
     return sum(int(t.numel()) * int(t.element_size()) for t in tensors if hasattr(t, "element_size"))
 
 
-class _CallSites:
-    """Finds `file:line` of the code that called into torch.distributed."""
+class CallSites:
+    """Finds `file:line` of the code that called into a folder `inside`, such as torch.distributed's."""
 
     def __init__(self, inside: str) -> None:
         self._inside = inside + os.sep
@@ -291,6 +295,7 @@ class _CallSites:
         self._names: dict[str, str] = {}
 
     def find(self, frame: FrameType | None) -> str:
+        """`file:line` of the first frame from `frame` on that is outside."""
         while frame is not None:
             path = frame.f_code.co_filename
             if path != __file__ and not path.startswith(self._inside):

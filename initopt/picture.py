@@ -15,7 +15,8 @@ from xml.sax.saxutils import escape
 
 from initopt.chain import SKEW, UNNAMED, Link, outer_steps, rank_chain
 from initopt.compiles import compiled_in
-from initopt.report import about, labels, planned, seconds, title, versions
+from initopt.planned import planned
+from initopt.report import about, labels, seconds, title, versions
 from initopt.runs import last_step
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ class PlotError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A step in a panel. Seconds from the start of the rank's process; `waits` and `compiles` are parts of it."""
+    """A step in a panel. Seconds from the start of the rank's process.
+
+    `waits`, `compiles` and `imports` (each with the package) are parts of it.
+    """
 
     name: str
     lane: str
@@ -51,6 +55,7 @@ class Bar:
     waits: tuple[tuple[float, float], ...] = ()
     about: str = ""
     compiles: tuple[tuple[float, float], ...] = ()
+    imports: tuple[tuple[float, float, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,10 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
         if span.kind == "collective" and span.wait > SKEW:
             meetings.setdefault(span.step, []).append(span)
     compiled = compiled_in(run, rank) if name == "recorded" else {}
+    packages: dict[str, list[Span]] = {}
+    for span in spans:
+        if span.kind == "import" and span.step:
+            packages.setdefault(span.step, []).append(span)
     bars = []
     for span in steps:
         waits = [(c.start, c.start + c.wait) for c in meetings.get(span.name, ()) if span.start <= c.start <= span.end]
@@ -150,7 +159,13 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
         words = _words(run, span, longest=longest, compiling=sum(one.end - one.start for one in turns))
         moved = tuple((start - zero, end - zero) for start, end in waits)
         compiles = tuple((one.start - zero, min(one.end, span.end) - zero) for one in turns)
-        bars.append(Bar(span.name, span.lane, span.start - zero, span.end - zero, longest, moved, words, compiles))
+        imports = tuple(
+            (one.start - zero, min(one.end, span.end) - zero, one.name.removeprefix("import "))
+            for one in packages.get(span.name, ())
+            if span.start <= one.start < span.end and one.lane == span.lane
+        )
+        times = span.start - zero, span.end - zero
+        bars.append(Bar(span.name, span.lane, *times, longest, moved, words, compiles, imports))
     queues = tuple(
         Queue(link.step, lane_of[link.step], link.start - link.queue - zero, link.start - zero, link.behind)
         for link in reversed(links)
@@ -266,7 +281,8 @@ class _Page:
             for number, bar in sorted(mine, key=lambda one: -one[1].start):
                 wide = self._wide(bar.name) + 0.08
                 start, length = bar.start * per_second, (bar.end - bar.start) * per_second
-                if _inside(bar, per_second) >= wide or (not bar.longest and length < 0.01):
+                fits = _inside(bar, per_second) >= wide and not bar.imports
+                if fits or (not bar.longest and length < 0.01):
                     continue
                 x = min(start, (end if start < end else inner) - wide)
                 level = next((i for i, left in enumerate(taken) if x + wide <= left), len(taken))
@@ -302,7 +318,7 @@ class _Page:
             if at in names:
                 level, x = names[at]
                 self._name_above(axes, bar, tops[bar.lane], level, x / per_second, per_second)
-            elif _inside(bar, per_second) >= self._wide(bar.name) + 0.08:
+            elif _inside(bar, per_second) >= self._wide(bar.name) + 0.08 and not bar.imports:
                 middle = sum(_solid(bar)) / 2, tops[bar.lane] + _BAR / 2
                 color = "white" if bar.longest else INK
                 # Without something behind it a name can't be read among dots.
@@ -336,6 +352,19 @@ class _Page:
             axes.add_patch(
                 Rectangle((start, top), end - start, _BAR, facecolor=color, edgecolor=edge, hatch=_COMPILED, lw=0.0)
             )
+        for start, end, package in bar.imports:
+            edge = "white" if (end - start) * per_second > 0.04 else color
+            axes.add_patch(Rectangle((start, top), end - start, _BAR, facecolor=color, edgecolor=edge, lw=0.6))
+            if (end - start) * per_second >= self._wide(package) + 0.08:
+                axes.text(
+                    (start + end) / 2,
+                    top + _BAR / 2,
+                    package,
+                    color="white" if bar.longest else INK,
+                    va="center_baseline",
+                    ha="center",
+                    parse_math=False,
+                )
         for start, end in bar.waits:
             edge = RED if bar.longest else FAINT
             axes.add_patch(

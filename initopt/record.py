@@ -21,7 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from initopt.imports import NOT_TO_BE_USED, Imported, ImportLine, recording
 from initopt.process_tree import cpu_seconds
+from initopt.unused import Unused, Watch
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -273,6 +275,12 @@ class Recorder:
         self._where = threading.local()
         self._waiting: list[_Record] = []
         self._usage_written = False
+        self._watch = Watch(self.step_here)
+        self._imports = recording()
+        if self._imports is not None:
+            self._imports.step_here = lambda: (self.step_here(), self._lane())
+            if self._imports.watched:
+                self._labels += (NOT_TO_BE_USED,)
         self._file: FileIO | None = None
         self._run_key = ""
         self._store: Store | None = None
@@ -359,6 +367,7 @@ class Recorder:
             with self._fail_safe():
                 hooks.enter_context(watched(_Meetings(self, before), self._calls))
                 hooks.enter_context(watching(self._has_compiled))
+                hooks.enter_context(self._watch.loaders())
             self._hooks.append(hooks)
             yield
 
@@ -424,6 +433,7 @@ class Recorder:
             with self._fail_safe(), self._lock:
                 if not self._stopped:
                     self._put_usage()
+                    self._put_imports()
 
     def close(self) -> None:
         """Take the hooks out and write the last line. What comes later is ignored. May be called twice."""
@@ -453,6 +463,7 @@ class Recorder:
                     raise RuntimeError(f"{why}, {len(self._waiting)} records are lost")
                 if not self._usage_written:
                     self._put_usage()
+                self._put_imports()
                 self._write_line(self._trailer())
                 self._stopped = True
                 self._file.close()
@@ -517,6 +528,9 @@ class Recorder:
             self._put(record)
             if isinstance(record, Span) and record.kind == "step" and record.name == FIRST_STEP and not record.error:
                 self._put_usage()
+                self._put_imports()
+                for unused in self._watch.found():
+                    self._put(unused)
             self._own_cost += time.thread_time() - entered
 
     def _put(self, record: _Record) -> None:
@@ -528,6 +542,29 @@ class Recorder:
     def _put_usage(self) -> None:
         self._usage_written = True
         self._put(Usage(self.now(), cpu_seconds()))
+
+    def _put_imports(self) -> None:
+        """Write down what was imported in this start-up, and stop watching."""
+        if self._imports is None:
+            return
+        found = self._imports.end(since=self._zero)
+        self._imports = None
+        for one in found.spans:
+            span = Span(
+                f"import {one.package}",
+                one.start - self._zero,
+                one.end - self._zero,
+                lane=one.lane,
+                kind="import",
+                cpu=one.cpu,
+                step=one.step,
+                call_site=one.line,
+            )
+            self._put(span)
+        lines: list[_Record] = [*found.packages, *found.lines]
+        for line in lines:
+            self._put(line)
+        self._own_cost += found.cost
 
     def _silent(self) -> bool:
         """Whether nothing is written any more. A forked process has this object, its lock perhaps held, but no part."""
@@ -634,7 +671,7 @@ class Recorder:
         if isinstance(record, Span):
             line = msgspec.json.encode(record if record.rank == self.rank else replace(record, rank=self.rank))
         else:
-            if isinstance(record, Digest | Note | Usage | Compiled | CompileCache):
+            if isinstance(record, Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused):
                 record = replace(record, rank=self.rank)
             line = msgspec.json.encode({"kind": _LINE[type(record)], **msgspec.to_builtins(record)})
         assert self._file is not None
@@ -666,7 +703,7 @@ class _Group:
     ranks: tuple[int, ...]
 
 
-_Record = Span | Digest | Note | Usage | Compiled | CompileCache | _Group
+_Record = Span | Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | _Group
 
 _LINE = {
     Header: "header",
@@ -675,6 +712,9 @@ _LINE = {
     Usage: "usage",
     Compiled: "compiled",
     CompileCache: "compile_cache",
+    Imported: "imported",
+    ImportLine: "import_line",
+    Unused: "unused",
     _Group: "group",
     Trailer: "trailer",
 }
@@ -714,6 +754,9 @@ class _Meetings:
         recorder._write(span, entered - meeting.own)
         if meeting.op == "init_process_group" and not meeting.error:
             recorder.agree_by_itself()
+
+    def group_made(self, group: Any, name: str, call_site: str) -> None:
+        self._recorder._watch.group_made(group, name, call_site)
 
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
         self._recorder._write(_Group(name, ranks), time.thread_time())

@@ -8,9 +8,8 @@ and the labels of the run (such as what was emulated) are part of every view. It
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +28,11 @@ from initopt.chain import (
     steps_of,
 )
 from initopt.compiles import cache_use, compiled_in, compiled_on, sharing, total
+from initopt.deferral import findings, together
 from initopt.ett import JOBS, LOST_WORK, NOT_COUNTED, Job, ett, gain, time_to_recover
+from initopt.planned import per_step, planned, work
 from initopt.rank_numbers import ranks_in_short
 from initopt.runs import RecordError
-from initopt.simulate import simulate
 
 if TYPE_CHECKING:
     from initopt.record import Compiled, Span
@@ -44,6 +44,7 @@ JSON_VERSION = 1
 LONGEST = "bold red"
 QUIET = "dim"
 _BLAME_ROWS = 10
+_IMPORT_ROWS = 12
 _CORES_FULL = 0.7
 """The part of a start-up that its CPU work, spread over all cores, must fill before the summary speaks of it."""
 
@@ -86,44 +87,6 @@ def seconds(value: float) -> str:
     if abs(value) < 0.0005:
         return "0"
     return f"{value:.1f}s" if abs(value) >= 0.9995 else f"{1000 * value:.0f}ms"
-
-
-def planned(run: Run, rank: int) -> list[Span]:
-    """The start-up of `rank` as the run's graph would schedule it, with the recorded times and nobody waiting.
-
-    Steps outside the graph keep their place before or after it. Times are seconds from the start of the rank's process.
-    Raises RecordError for a run without a graph.
-    """
-    graph = run.graph
-    if graph is None:
-        raise RecordError(run.path, "there is no graph in this run, so nothing can be planned from it")
-    recorded = steps_of(run, rank)
-    inside = [span for span in recorded if span.name in graph]
-    began = min((span.start for span in inside), default=math.inf)
-    ended = max((span.end for span in inside), default=math.inf)
-    spans, clock = [], 0.0
-    for span in recorded:
-        if span.name not in graph and span.end <= began + SKEW:
-            spans.append(replace(span, start=clock, end=clock + _work(span), wait=0.0))
-            clock = spans[-1].end
-    simulated = simulate(graph, _per_step(run, rank, waits=False))
-    spans += [replace(s, start=s.start + clock, end=s.end + clock, rank=rank) for s in simulated]
-    clock = max((span.end for span in spans), default=0.0)
-    for span in recorded:
-        if span.name not in graph and span.start >= ended - SKEW:
-            spans.append(replace(span, start=clock, end=clock + _work(span), wait=0.0))
-            clock = spans[-1].end
-    return spans
-
-
-def _per_step(run: Run, rank: int, *, waits: bool) -> dict[str, float]:
-    """Seconds of every step of the run's graph on `rank`, with or without its `waits`; 0 where it did not run."""
-    graph = run.graph
-    took = dict.fromkeys(graph, 0.0) if graph is not None else {}
-    for span in steps_of(run, rank):
-        if span.name in took:
-            took[span.name] += span.end - span.start if waits else _work(span)
-    return took
 
 
 def sentence(run: Run) -> str:
@@ -184,6 +147,11 @@ def summary(run: Run, *, width: int = 80) -> View:
     if run.core_bound > _CORES_FULL * parts.total:
         full = f"CPU work that fills all cores of the host for {seconds(run.core_bound)}: overlap can't go below that"
         lines += _wrap(full, width)
+    found = findings(run)
+    data["not_needed"] = [asdict(one) for one in found]
+    if found:
+        saves = f": ~{seconds(max(0.0, together(run, found)))} sooner without" if any(f.saves for f in found) else ""
+        lines += _wrap(f"The first batch did not need {_count(len(found), 'thing')} before it{saves} (defer)", width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     more = ("compile",) if data["compile"] is not None else ()
     lines.append(_next("blame", "critical-chain", "plot", *more))
@@ -192,15 +160,15 @@ def summary(run: Run, *, width: int = 80) -> View:
 
 def blame_rows(run: Run, rank: int) -> list[Row]:
     """The steps of one rank, the longest first."""
-    slack = run.graph.slack(_per_step(run, rank, waits=True)) if run.graph is not None else {}
+    slack = run.graph.slack(per_step(run, rank, waits=True)) if run.graph is not None else {}
     inside = compiled_in(run, rank)
     rows = []
     for span in steps_of(run, rank):
         compiling = sum(one.end - one.start for one in inside.get((span.name, span.start), ()))
         notes = [f"failed: {span.error}" if span.error else _why(run, span)]
         notes.append(f"{seconds(compiling)} compiling" if compiling > SKEW else "")
-        took, work, note = span.end - span.start, _work(span), ", ".join(note for note in notes if note)
-        rows.append(Row(span.name, span.lane, took, work, span.wait, slack.get(span.name), note, compiling))
+        took, alone, note = span.end - span.start, work(span), ", ".join(note for note in notes if note)
+        rows.append(Row(span.name, span.lane, took, alone, span.wait, slack.get(span.name), note, compiling))
     return sorted(rows, key=lambda row: -row.took)
 
 
@@ -439,6 +407,110 @@ def _compiling(run: Run, link: Link) -> float:
     return sum(min(one.end, end) - one.start for one in inside if one.start < end)
 
 
+def imports_view(run: Run, rank: int | None = None, *, everything: bool = False, width: int = 80) -> View:
+    """What one rank (the median one by default) imported: by package, and by the line of the trainer that led to it.
+
+    Raises RecordError for a run that did not record it.
+    """
+    rank = chosen_rank(run, rank)
+    packages = [one for one in run.imported if one.rank == rank]
+    if not packages:
+        raise RecordError(run.path, "its imports were not recorded: call initopt.record_imports() before them")
+    by_line = [one for one in run.import_lines if one.rank == rank]
+    data = {
+        **about(run),
+        "rank": rank,
+        "seconds": sum(one.seconds for one in packages),
+        "cpu": sum(one.cpu for one in packages),
+        "packages": [asdict(one) for one in packages],
+        "lines": [asdict(one) for one in by_line],
+    }
+    lines = _head(run, width)
+    number = sum(one.modules for one in packages)
+    took = f"{_count(number, 'module')} of {_count(len(packages), 'package')} in {seconds(data['seconds'])}"
+    which = " (the median)" if finished_ranks(run) and len(run.headers) > 1 and rank == median_rank(run) else ""
+    lines += _wrap(f"Rank {rank}{which}: {took}, {seconds(data['cpu'])} of it CPU time", width)
+    shown = packages if everything else packages[:_IMPORT_ROWS]
+    names = max([7, *(len(one.package) for one in shown)])
+    watched = any(one.needed for one in packages)
+    needed_head = "  needed" if watched else ""
+    lines += [Text(), Text(f"    self   total  modules{needed_head}  {'package':<{names}}  asked for by", style=QUIET)]
+    for one in shown:
+        needed = f"{_needed(one.needed):>8}" if watched else ""
+        line = Text(f"{seconds(one.seconds):>8}{seconds(one.total):>8}{one.modules:>9}{needed}  ")
+        line.append(f"{one.package:<{names}}", style=QUIET if one.needed == "no" else "")
+        line.append("  " + _clipped(one.asked, width - line.cell_len - 2), style=QUIET)
+        line.rstrip()
+        lines.append(line)
+    if len(packages) > len(shown):
+        rest = packages[len(shown) :]
+        more = f"{len(rest)} more, {seconds(sum(one.seconds for one in rest))} together (--all)"
+        lines.append(Text(more, style=QUIET))
+    if by_line:
+        lines += [Text(), Text("    took  because of this line of yours", style=QUIET)]
+    for found in by_line if everything else by_line[:_IMPORT_ROWS]:
+        unneeded = "  not needed~" if found.needed == "no" else ""
+        lines.append(Text(f"{seconds(found.seconds):>8}  {_clipped(found.line, width - 10 - len(unneeded))}{unneeded}"))
+        of_it = ", ".join(f"{name} {seconds(value)}" for name, value in found.packages[:5])
+        lines += _wrap(f"          └ {of_it}", width, QUIET, indent=12)
+    lines.append(Text())
+    lines += _wrap("self: its own code; total: with all that it was the first to import", width, QUIET)
+    way = "INITOPT_IMPORTS=used records a start that tells what the first batch needed"
+    meaning = "needed: its code ran after its import, or was imported by such code"
+    lines += _wrap(f"{meaning}; ~ what only reads constants is not seen" if watched else way, width, QUIET)
+    lines.append(_next("defer", "blame") if watched else _next("blame", "plot"))
+    return View(tuple(lines), data)
+
+
+def _needed(needed: str) -> str:
+    return {"yes": "yes", "no": "no~", "": "·"}[needed]
+
+
+def _clipped(text: str, room: int) -> str:
+    """The end of a place, which says more than its beginning."""
+    return text if len(text) <= room else f"…{text[len(text) - max(1, room - 1) :]}"
+
+
+def defer_view(run: Run, *, width: int = 80) -> View:
+    """What stood before the first batch though nothing of it was needed. It is a finding where there is any.
+
+    Raises RecordError for a run in which no rank reached its first batch.
+    """
+    slowest_rank(run)
+    found = findings(run)
+    whole = together(run, found)
+    data = {**about(run), "findings": [asdict(one) for one in found], "saves": whole}
+    lines = _head(run, width)
+    looked = f"Looked at: {_looked_at(run)}."
+    if not found:
+        lines += _wrap("Nothing was found that the first batch did not need.", width)
+        lines += [Text(), *_wrap(looked, width, QUIET), _next("blame")]
+        return View(tuple(lines), data)
+    lines.append(Text("    took   saves  what the first batch did not need", style=QUIET))
+    for one in found:
+        saves = "?" if one.saves is None else f"~{seconds(max(0.0, one.saves))}"
+        line = Text(f"{_dot(one.took):>8}{saves:>8}  ")
+        line.append(_clipped(one.what, width - 20), style=LONGEST)
+        lines.append(line)
+        step = f", in step {one.step}" if one.step and one.kind != "step" else ""
+        lines += _wrap(f"{'':>18}{one.place}{step}", width, QUIET, indent=20)
+        for text in one.provided:
+            lines += _wrap(f"{'':>18}if {text}", width, QUIET, indent=20)
+    lines.append(Text())
+    said = f"Together ~{seconds(max(0.0, whole))}, simulated with all of them after the first batch."
+    lines += _wrap(said, width, "bold")
+    lines += _wrap("A saving is 0 where the step was not on the chain that decided.", width, QUIET)
+    lines += [*_wrap(looked, width, QUIET), _next(*(("imports",) if run.imported else ()), "critical-chain")]
+    return View(tuple(lines), data, finding=True)
+
+
+def _looked_at(run: Run) -> str:
+    steps = "steps and their values" if run.graph is not None else "no steps (there is no graph)"
+    watched = any(one.needed for one in run.import_lines)
+    imports = "imports" if watched else "no imports (INITOPT_IMPORTS=used watches them)"
+    return f"{steps}; data loaders and process groups; {imports}"
+
+
 def ett_view(
     run: Run,
     baseline: Run | None = None,
@@ -665,10 +737,6 @@ def _notes(run: Run, width: int, *, stage: str | None = None) -> list[Text]:
     return [line for text in said for part in text.splitlines() for line in _wrap(part, width)]
 
 
-def _work(span: Span) -> float:
-    return max(0.0, span.end - span.start - span.wait - span.paused)
-
-
 def _why(run: Run, span: Span) -> str:
     """For whom a step waited, and what that rank was doing."""
     if span.wait <= SKEW:
@@ -708,7 +776,7 @@ def _decided(run: Run, links: Sequence[Link]) -> str:
         said.append(f"No collective held it up: rank {links[0].rank} decided alone.")
     if run.graph is not None:
         on_chain = {link.step for link in links}
-        slack = run.graph.slack(_per_step(run, links[0].rank, waits=True))
+        slack = run.graph.slack(per_step(run, links[0].rank, waits=True))
         near = min((s for s in slack if s not in on_chain and slack[s] > SKEW), key=lambda s: slack[s], default=None)
         if near is not None:
             said.append(f"Nearest other chain of the graph: through {near}, {seconds(slack[near])} shorter.")

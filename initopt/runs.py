@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from initopt.imports import Imported, ImportLine
 from initopt.record import (
     FIRST_STEP,
     FORMAT,
@@ -30,6 +31,7 @@ from initopt.record import (
     run_numbers,
     run_root,
 )
+from initopt.unused import Unused
 
 if TYPE_CHECKING:
     from initopt.graph import Graph
@@ -54,7 +56,9 @@ _LEFT_TOGETHER = frozenset(
 """The meetings that no rank leaves before the last one came, and that end on all of them at nearly the same moment."""
 
 Meeting = tuple[str, int]
-_Record = TypeVar("_Record", Header, Span, Digest, Note, Usage, Compiled, CompileCache, Trailer)
+_Record = TypeVar(
+    "_Record", Header, Span, Digest, Note, Usage, Compiled, CompileCache, Imported, ImportLine, Unused, Trailer
+)
 _Timed = TypeVar("_Timed", Span, Compiled)
 
 
@@ -89,7 +93,9 @@ class Run:
 
     `spans` are in order of their start. `zero` is the process start of each rank. `groups` are the global ranks of each
     process group that was seen. `compiled` is what torch's compiler did, `compile_caches` how the ranks came to their
-    compiled code. `missing_ranks` left no file. `warnings` say what the run can't be trusted in.
+    compiled code. `imported` and `import_lines` are the packages that each rank imported and the lines that did so,
+    the longest first, where that was recorded, `unused` what they made and did not use before the first batch was done.
+    `missing_ranks` left no file. `warnings` say what the run can't be trusted in.
     """
 
     number: int
@@ -104,6 +110,9 @@ class Run:
     usages: Mapping[int, Usage] = field(default_factory=dict)
     compiled: tuple[Compiled, ...] = ()
     compile_caches: tuple[CompileCache, ...] = ()
+    imported: tuple[Imported, ...] = ()
+    import_lines: tuple[ImportLine, ...] = ()
+    unused: tuple[Unused, ...] = ()
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     missing_ranks: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -209,6 +218,9 @@ class _File:
     notes: list[Note] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
     compile_caches: list[CompileCache] = field(default_factory=list)
+    imported: list[Imported] = field(default_factory=list)
+    import_lines: list[ImportLine] = field(default_factory=list)
+    unused: list[Unused] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     trailer: Trailer | None = None
     usage: Usage | None = None
@@ -250,6 +262,12 @@ def _read(path: Path) -> _File:
             file.compiled.append(_convert(Compiled, values, path, number))
         elif kind == "compile_cache":
             file.compile_caches.append(_convert(CompileCache, values, path, number))
+        elif kind == "imported":
+            file.imported.append(_convert(Imported, values, path, number))
+        elif kind == "import_line":
+            file.import_lines.append(_convert(ImportLine, values, path, number))
+        elif kind == "unused":
+            file.unused.append(_convert(Unused, values, path, number))
         elif kind == "usage":
             file.usage = _convert(Usage, values, path, number)
         elif kind == "trailer":
@@ -330,6 +348,9 @@ def _joined(path: Path, files: list[_File]) -> Run:
         trailers={file.trailer.rank: file.trailer for file in files if file.trailer is not None},
         compiled=tuple(sorted(compiled, key=lambda one: (one.start, one.rank))),
         compile_caches=tuple(cache for file in files for cache in file.compile_caches),
+        imported=tuple(one for file in files for one in file.imported),
+        import_lines=tuple(one for file in files for one in file.import_lines),
+        unused=tuple(one for file in files for one in file.unused),
         usages={file.usage.rank: file.usage for file in files if file.usage is not None},
         groups=groups,
         missing_ranks=missing,

@@ -21,6 +21,7 @@ class Listener:
         self.meetings: list[Meeting] = []
         self.begun: list[tuple[str, str]] = []
         self.groups: dict[str, tuple[int, ...]] = {}
+        self.made: list[tuple[str, str]] = []
         self.seconds = 0.0
 
     def met(self, meeting: Meeting) -> None:
@@ -32,6 +33,9 @@ class Listener:
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
         assert name not in self.groups
         self.groups[name] = ranks
+
+    def group_made(self, group: object, name: str, call_site: str) -> None:
+        self.made.append((name, call_site.rpartition(":")[0]))
 
     def spent(self, seconds: float) -> None:
         self.seconds += seconds

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from initopt import bench, report
+from initopt.planned import planned
 from initopt.record import Span
 from initopt.runs import RecordError, Run
 from tests.golden import check_golden
@@ -187,7 +188,7 @@ def test_digests_are_not_in_the_bare_view(tmp_path: Path) -> None:
 def test_the_plan_keeps_steps_outside_the_graph(tmp_path: Path) -> None:
     graph = GRAPH.without("first_step")
     run = Run.load(write_run(tmp_path, serial_spans(), graph=graph))
-    plan = {span.name: span for span in report.planned(run, 1)}
+    plan = {span.name: span for span in planned(run, 1)}
     assert plan["imports"].start == 0
     assert plan["model"].start == plan["imports"].end
     assert plan["first_step"].start == max(span.end for span in plan.values() if span.name != "first_step")
@@ -195,7 +196,7 @@ def test_the_plan_keeps_steps_outside_the_graph(tmp_path: Path) -> None:
 
 def test_the_plan_needs_a_graph(stock: Run) -> None:
     with pytest.raises(RecordError, match="no graph"):
-        report.planned(stock, 0)
+        planned(stock, 0)
 
 
 def test_a_rank_that_is_not_there(serial: Run) -> None:

@@ -1,0 +1,127 @@
+"""What a start-up made and did not use until its first batch was done: data loaders and process groups.
+
+A loader counts as used once it is asked for an iterator, a group once a collective was issued on it, by whatever
+language: torch counts them. Files that are opened and other objects are not watched. This file does not judge (see
+`deferral`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from initopt.hooks import CallSites
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A loader or a group that nobody used. `call_site` is the `file:line` that made it, in the step `step`.
+
+    `group` is the name of a group. `alone` says that the step made nothing of the kind that was used.
+    """
+
+    what: Literal["loader", "group"]
+    call_site: str
+    step: str
+    group: str = ""
+    alone: bool = True
+    rank: int = 0
+
+
+@dataclass
+class _Made:
+    what: Literal["loader", "group"]
+    call_site: str
+    step: str
+    group: str
+    used: Callable[[], bool | None]
+    """None where it is not known any more."""
+
+
+class Watch:
+    """What this process makes, from the blocks on that `loaders` and `group_made` are told of."""
+
+    def __init__(self, step_here: Callable[[], str]) -> None:
+        self._step_here = step_here
+        self._lock = threading.Lock()
+        self._made: list[_Made] = []
+        self._iterated: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def loaders(self) -> Iterator[None]:
+        """Watch every DataLoader that is made while the block runs. Imports torch."""
+        from torch.utils.data import DataLoader, dataloader
+
+        sites = CallSites(os.path.dirname(dataloader.__file__ or ""))
+        made, iterates = DataLoader.__init__, DataLoader.__iter__
+
+        @functools.wraps(made)
+        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:
+            made(loader, *args, **kwargs)
+            # One that makes its iterators itself may be used without our seeing it.
+            if type(loader).__iter__ is __iter__:
+                iterated = self._iterated[loader] = [False]
+                self._adds("loader", sites.find(sys._getframe(1)), lambda: iterated[0])
+
+        @functools.wraps(iterates)
+        def __iter__(loader: Any) -> Any:
+            if loader in self._iterated:
+                self._iterated[loader][0] = True
+            return iterates(loader)
+
+        replaced = {"__init__": (made, __init__), "__iter__": (iterates, __iter__)}
+        for name, (_, ours) in replaced.items():
+            setattr(DataLoader, name, ours)
+        try:
+            yield
+        finally:
+            for name, (before, ours) in replaced.items():
+                # Who has replaced ours since calls it, and it calls torch's.
+                if getattr(DataLoader, name) is ours:
+                    setattr(DataLoader, name, before)
+
+    def group_made(self, group: Any, name: str, call_site: str) -> None:
+        """Watch a new process group, of which this rank is a member."""
+        # Private: there is no public count of a group's collectives. Without it nothing is said of groups.
+        count = getattr(group, "_get_sequence_number_for_group", None)
+        if count is None:
+            return
+        try:
+            before = count()
+        except RuntimeError:  # this backend does not count
+            return
+        self._adds("group", call_site, _counts_on(count, before), name)
+
+    def found(self) -> list[Unused]:
+        """What was not used so far."""
+        with self._lock:
+            verdicts = [(made, made.used()) for made in self._made]
+        useful = {(made.what, made.step) for made, used in verdicts if used is not False}
+        return [
+            Unused(made.what, made.call_site, made.step, made.group, (made.what, made.step) not in useful)
+            for made, used in verdicts
+            if used is False
+        ]
+
+    def _adds(
+        self, what: Literal["loader", "group"], call_site: str, used: Callable[[], bool | None], group: str = ""
+    ) -> None:
+        with self._lock:
+            self._made.append(_Made(what, call_site, self._step_here(), group, used))
+
+
+def _counts_on(count: Callable[[], int], before: int) -> Callable[[], bool | None]:
+    def used() -> bool | None:
+        try:
+            return count() != before
+        except RuntimeError:  # the group was destroyed
+            return None
+
+    return used
