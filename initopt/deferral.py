@@ -55,7 +55,8 @@ def findings(run: Run) -> tuple[Finding, ...]:
 def not_needed(graph: Graph) -> tuple[str, ...]:
     """The steps before `first_step` that it needs neither for a value nor by an order that somebody stated.
 
-    That it follows a step of another origin states nothing: it follows all of them. Empty without such a step.
+    Whoever declared `first_step` needs all other steps of its own, a plugin its own ones. That it follows those of
+    another origin states nothing: it follows them all. Empty without such a step.
     """
     if FIRST_STEP not in graph:
         return ()
@@ -68,7 +69,8 @@ def not_needed(graph: Graph) -> tuple[str, ...]:
         follows_all = edge.after == FIRST_STEP and edge.kind == "order" and graph[edge.before].origin != origin
         if edge.kind != "resource" and not follows_all:
             needs.add_edge(edge.before, edge.after)
-    needed = nx.ancestors(needs, FIRST_STEP) | nx.descendants(needs, FIRST_STEP) | {FIRST_STEP}
+    roots = {FIRST_STEP} | {name for name in graph if origin and graph[name].origin == origin}
+    needed = roots.union(nx.descendants(needs, FIRST_STEP), *(nx.ancestors(needs, root) for root in roots))
     return tuple(name for name in graph.order() if name not in needed)
 
 

@@ -189,11 +189,10 @@ class Recording:
         if self._use is not None:
             self._use.begin()
 
-    def end(self, since: float = 0.0) -> Imports:
+    def end(self) -> Imports:
         """Switch it off, leaving the loaders as they were, and say what was found.
 
-        Imports that began before `since` (seconds of `time.perf_counter`) are those of the process that this one was
-        forked from, and left out.
+        A forked process has only its own imports.
         """
         global _recording
         self._on = False
@@ -209,7 +208,8 @@ class Recording:
         if _recording is self:
             _recording = None
         entered = time.thread_time()
-        found = sorted((module for module in self._done if module.start >= since), key=lambda module: module.start)
+        self._begin_anew_when_forked()
+        found = sorted(self._done, key=lambda module: module.start)
         needed = self._use.needed() if self._use is not None else None
         packages, lines = _packages(found, needed), _lines(found, needed)
         cost = time.thread_time() - entered + len(found) * self._cost_of_one()
@@ -261,8 +261,13 @@ class Recording:
         if stack:
             stack[-1].inner += module.took
             stack[-1].inner_cpu += module.took_cpu
-        if os.getpid() == self._pid:
-            self._done.append(module)
+        self._begin_anew_when_forked()
+        self._done.append(module)
+
+    def _begin_anew_when_forked(self) -> None:
+        if os.getpid() != self._pid:
+            self._pid = os.getpid()
+            self._done = []
 
     def _stack(self) -> list[_Module]:
         try:
@@ -354,7 +359,6 @@ class _Use:
         self._module_here = module_here
         self._places = places
         self._on = False
-        self._pid = os.getpid()
         self._import = builtins.__import__
         self._replacement: Any = None
         # From a module whose code ran, and to what it needs; "" is the trainer itself.
@@ -387,7 +391,7 @@ class _Use:
         return set(nx.descendants(graph, "")) if "" in graph else set()
 
     def _profile(self, frame: FrameType, event: str, argument: object) -> None:
-        if not self._on or os.getpid() != self._pid:
+        if not self._on:
             sys.setprofile(None)
             return
         if event == "call":

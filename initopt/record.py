@@ -547,7 +547,7 @@ class Recorder:
         """Write down what was imported in this start-up, and stop watching."""
         if self._imports is None:
             return
-        found = self._imports.end(since=self._zero)
+        found = self._imports.end()
         self._imports = None
         for one in found.spans:
             span = Span(

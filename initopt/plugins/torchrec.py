@@ -17,19 +17,23 @@ from __future__ import annotations
 
 import datetime
 import functools
+import importlib
 import inspect
 import itertools
 import os
+import pickle
+import random
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import initopt
-from initopt import FIRST_STEP, Compile, Graph, Recorder, Span, Startup, StartupFailed, Step, Values
+from initopt import FIRST_STEP, Compile, Graph, GraphError, Recorder, Span, Startup, StartupFailed, Step, Values
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +67,8 @@ class Ready:
     """A trainer that is ready for its first step.
 
     `model` is the DistributedModelParallel. `batches` yields every batch of the loader once, the first one fetched
-    already. `values` has what each step returned.
+    already. `values` has what each step returned, `later` what the factories of `later` did, from the end of the first
+    training step on.
     """
 
     model: Any
@@ -72,6 +77,7 @@ class Ready:
     batches: Iterator[Any]
     device: torch.device
     values: Values
+    later: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -81,6 +87,7 @@ class TrainerStartup(Startup):
     labels: tuple[str, ...] = ()
     collective_timeout: float | None = None
     compile: Compile | None = None
+    later: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     loader: Any = None
     """What the loader's factory has made, once its step has run; the step's value is its iterator."""
     _goes_on = True
@@ -98,6 +105,7 @@ class TrainerStartup(Startup):
 
         Raises GraphError before any step runs, StartupFailed if one fails.
         """
+        self._check_later(inputs)
         own = recorder is None
         if recorder is None:
             recorder = Recorder(self.name, mode="overlap" if overlap else "serial", labels=self.labels)
@@ -112,7 +120,7 @@ class TrainerStartup(Startup):
         if self.compile is not None and "compile_cache" in values:
             self.compile.use_sizes(values.compile_cache)
         ready = Ready(values.dmp, values.optimizer, values.pipeline, values.batches, values.place.device, values)
-        self._until_first_step(ready, recorder, own=own)
+        self._until_first_step(ready, recorder, inputs, own=own)
         return ready
 
     def _runnable(self, inputs: Iterable[str]) -> Graph:
@@ -122,7 +130,7 @@ class TrainerStartup(Startup):
         last = tuple(name for name in graph if not graph.successors(name))
         return Graph([*graph.values(), replace(_FIRST_STEP, after=last)], name=graph.name, inputs=graph.inputs)
 
-    def _until_first_step(self, ready: Ready, recorder: Recorder, *, own: bool) -> None:
+    def _until_first_step(self, ready: Ready, recorder: Recorder, inputs: Mapping[str, Any], *, own: bool) -> None:
         """Record the first `progress` of the pipeline as the last step of the start-up, then get out of its way."""
         pipeline = ready.pipeline
         progress = pipeline.progress
@@ -157,12 +165,41 @@ class TrainerStartup(Startup):
                     error=error,
                 )
                 recorder.add(span)
+                if own and error:
+                    self._close(recorder)
+            try:
+                self._make_later(ready, recorder, inputs)
+            finally:
                 if own:
                     self._close(recorder)
             self._after_first_step(warmed if ahead else 0, began)
             return result
 
         pipeline.progress = first
+
+    def _check_later(self, inputs: Iterable[str]) -> None:
+        known = {*self._declared, *inputs}
+        for name, factory in self.later.items():
+            if name in known:
+                raise GraphError(f"{name!r} of `later` is the name of a step or an input already: choose another")
+            for parameter in inspect.signature(factory).parameters.values():
+                if parameter.default is parameter.empty and parameter.name not in known:
+                    raise GraphError(f"{name!r} of `later` takes {parameter.name!r}, which no step or input provides")
+            known.add(name)
+
+    def _make_later(self, ready: Ready, recorder: Recorder, inputs: Mapping[str, Any]) -> None:
+        """Run the factories that the first batch did not need. Raises RuntimeError for one that draws."""
+        for name, factory in self.later.items():
+            known = {**inputs, **ready.values, **ready.later}
+            names = [parameter for parameter in inspect.signature(factory).parameters if parameter in known]
+            start, before = recorder.now(), _generators()
+            ready.later[name] = factory(**{parameter: known[parameter] for parameter in names})
+            if _generators() != before:
+                raise RuntimeError(
+                    f"{name!r} of `later` drew random numbers, after the first training step and not before it, so the "
+                    "training would be another one. Give it a generator of its own, or make it a step"
+                )
+            recorder.note(f"{name} came after the first batch and took {recorder.now() - start:.1f}s", step=name)
 
     def _keeping(self, ready: Ready) -> AbstractContextManager[None]:
         if self.compile is None or "compile_cache" not in ready.values:
@@ -214,6 +251,8 @@ def trainer(
     plan_lane: str = "main",
     checkpoint: Callable[..., Any] | None = None,
     compile: Compile | None = None,
+    imports: Iterable[str] = (),
+    later: Mapping[str, Callable[..., Any]] | None = None,
     device: str | None = None,
     backend: str | None = None,
     name: str = "trainer",
@@ -237,12 +276,21 @@ def trainer(
 
     `dense_optimizer` is called with the parameters that no optimizer of the tables has, and returns theirs.
 
+    `imports` names modules that a step `heavy_imports` imports, beside `store` and `process_group`; a script that gains
+    by it imports them nowhere earlier. Every factory's step comes after it. `later` has factories of what the first
+    batch does not need, such as a validation loader: they run after the first training step, in this order, and stand
+    in `Ready.later`. One that draws random numbers is refused there.
+
     `compile` says which parts are compiled, and warmed up. `device` is `cpu` or `cuda` (default: cuda where there is
     one), `backend` the process group's (default: nccl on cuda, gloo on cpu). `timeout` limits, in seconds, each step
     and each collective until the first training step has ended; then `collective_timeout` holds, if it is given.
     `labels` go with the record.
     """
     start = TrainerStartup(name, timeout, labels=tuple(labels), collective_timeout=collective_timeout, compile=compile)
+    start.later = dict(later or {})
+    if isinstance(imports, str):
+        raise TypeError(f"imports is {imports!r}: give a tuple, ({imports!r},)")
+    modules = tuple(imports)
 
     for factory, called in ((model, "model"), (loader, "loader"), (dense_optimizer, "dense_optimizer")):
         if not callable(factory) or hasattr(factory, "named_children") or hasattr(factory, "dataset"):
@@ -324,9 +372,19 @@ def trainer(
     step(place, "place", "device_init")
     step(store, "store", "process_group_init", lane="comms")
     step(process_group, "process_group", "process_group_init", lane="comms")
-    step(_compiled(model, compile), "model", "train_module_creation", uses="rng")
-    step(sharders or _default_sharders, "sharders", "train_module_creation")
-    step(planner or _default_planner, "planner", "train_module_creation")
+    imported: tuple[str, ...] = ()
+    if modules:
+
+        def heavy_imports() -> None:
+            for module in modules:
+                importlib.import_module(module)
+
+        # The other ranks are met meanwhile, on another lane. A step that forks does not run beside it, as beside none.
+        step(heavy_imports, "heavy_imports", "device_init")
+        imported = ("heavy_imports",)
+    step(_compiled(model, compile), "model", "train_module_creation", uses="rng", after=imported)
+    step(sharders or _default_sharders, "sharders", "train_module_creation", after=imported)
+    step(planner or _default_planner, "planner", "train_module_creation", after=imported)
     step(own_plan, "own_plan", "train_module_creation", lane=plan_lane)
     step(sharding_plan, "sharding_plan", "train_module_creation", lane="comms")
     unsharded: tuple[str, ...] = ()
@@ -343,10 +401,11 @@ def trainer(
         "preproc_creation",
         lane="io:data",
         uses=("rng", "fork"),
+        after=imported,
         early=True,
         discard=_stop_workers,
     )
-    step(pipeline or _default_pipeline, "pipeline", "pre_train")
+    step(pipeline or _default_pipeline, "pipeline", "pre_train", after=imported)
     if compile is not None:
         _compiles_for_loader(start, compile)
     # Its sampler may draw, and without workers the data set may, too.
@@ -552,6 +611,17 @@ def _fetch(loader: Iterator[Any], place: Place) -> list[Any]:
             f"the loader of rank {place.rank} has no batch: its data set, or this rank's share of it, is smaller than "
             "one batch (mind drop_last)"
         ) from None
+
+
+def _generators() -> list[Any]:
+    """The states of all generators that a trainer shares with what it calls."""
+    import torch
+
+    states: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += [state.tolist() for state in torch.cuda.get_rng_state_all()]
+    numpy = sys.modules.get("numpy")
+    return states if numpy is None else [*states, pickle.dumps(numpy.random.get_state())]
 
 
 def _stop_workers(loader: Iterator[Any]) -> None:
