@@ -11,7 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from initopt.graph import Graph, Step
+from initopt.imports import Imported, ImportLine
 from initopt.record import CompileCache, Compiled, Digest, Header, Span, Trailer, Usage
+from initopt.unused import Unused
 
 BORN = 1_795_857_240.0
 """Unix time of the first process start: 2026-11-28 09:14 UTC."""
@@ -161,9 +163,10 @@ def write_run(
     world_size: int | None = None,
     cpu: float = 9.5,
     compiles: Iterable[Compiled | CompileCache] = (),
+    extra: Iterable[Imported | ImportLine | Unused] = (),
 ) -> Path:
-    """Write a run under `root` and give its directory. `compiles` go to the ranks that they name."""
-    compiles = list(compiles)
+    """Write a run under `root` and give its directory. `compiles` and `extra` go to the ranks that they name."""
+    compiles, extra = list(compiles), list(extra)
     path = root / f"{number:04}"
     path.mkdir(parents=True)
     ranks = [list(of_rank) for of_rank in spans]
@@ -192,6 +195,8 @@ def write_run(
             if one.rank == rank:
                 kind = "compiled" if isinstance(one, Compiled) else "compile_cache"
                 lines.append({"kind": kind, **asdict(one)})
+        kinds = {Imported: "imported", ImportLine: "import_line", Unused: "unused"}
+        lines += [{"kind": kinds[type(one)], **asdict(one)} for one in extra if one.rank == rank]
         lines.append({"kind": "usage", **asdict(Usage(end, cpu, rank))})
         lines.append({"kind": "trailer", **asdict(Trailer(rank, end, 0.012, 2**30))})
         (path / f"rank{rank:05}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
