@@ -24,7 +24,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -223,7 +223,7 @@ class Startup:
             self._extended = True
             manager.hook.initopt_declare(startup=self)
         graph = self._runnable(inputs)
-        taken = {need for step in graph.values() for need in step.needs}
+        taken = self._taken(graph)
         for name in inputs:
             if name not in taken:
                 parameters = {p for declared in self._declared.values() for p in declared.step.needs}
@@ -289,7 +289,7 @@ class Startup:
         tasks = {name: _task(declared, graph) for name, declared in self._declared.items()}
         early = [name for name, declared in self._declared.items() if declared.early]
         known = [name for name in early if overlap and name in ledger]
-        planned = _with_early_steps(graph, known)
+        planned = self._with_early(graph, known)
         recorder.graph = self._recorded(planned)
         execution = Execution(
             planned,
@@ -326,6 +326,14 @@ class Startup:
     def _runnable(self, inputs: Iterable[str]) -> Graph:
         """The graph that is run."""
         return self.graph(inputs)
+
+    def _taken(self, graph: Graph) -> set[str]:
+        """The names of what somebody takes."""
+        return {need for step in graph.values() for need in step.needs}
+
+    def _with_early(self, graph: Graph, early: Sequence[str]) -> Graph:
+        """The graph with these steps, whose generator states are known, out of their turn."""
+        return _with_early_steps(graph, early)
 
     def _recorded(self, graph: Graph) -> Graph:
         """The graph that goes into the record of a run of `graph`."""

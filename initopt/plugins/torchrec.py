@@ -26,14 +26,26 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import initopt
-from initopt import FIRST_STEP, Compile, Graph, GraphError, Recorder, Span, Startup, StartupFailed, Step, Values
+from initopt import (
+    FIRST_STEP,
+    Compile,
+    Graph,
+    GraphError,
+    OrderError,
+    Recorder,
+    Span,
+    Startup,
+    StartupFailed,
+    Step,
+    Values,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +137,18 @@ class TrainerStartup(Startup):
 
     def _runnable(self, inputs: Iterable[str]) -> Graph:
         return super().graph(inputs)
+
+    def _taken(self, graph: Graph) -> set[str]:
+        return super()._taken(graph).union(*(inspect.signature(factory).parameters for factory in self.later.values()))
+
+    def _with_early(self, graph: Graph, early: Sequence[str]) -> Graph:
+        graph = super()._with_early(graph, early)
+        if "heavy_imports" not in graph or "loader" not in early:
+            return graph
+        # A fork waits for what runs, and nothing starts meanwhile: a rendezvous under way would hold up all the others.
+        after = (*graph["process_group"].after, "loader")
+        steps = (replace(step, after=after) if step.name == "process_group" else step for step in graph.values())
+        return Graph(steps, name=graph.name, inputs=graph.inputs)
 
     def _recorded(self, graph: Graph) -> Graph:
         last = tuple(name for name in graph if not graph.successors(name))
@@ -276,10 +300,10 @@ def trainer(
 
     `dense_optimizer` is called with the parameters that no optimizer of the tables has, and returns theirs.
 
-    `imports` names modules that a step `heavy_imports` imports, beside `store` and `process_group`; a script that gains
-    by it imports them nowhere earlier. Every factory's step comes after it. `later` has factories of what the first
-    batch does not need, such as a validation loader: they run after the first training step, in this order, and stand
-    in `Ready.later`. One that draws random numbers is refused there.
+    `imports` names modules that a step `heavy_imports` imports, beside `store`, and beside `process_group` as long as
+    no loader is to start first; who gains by it imports them nowhere earlier. Every factory's step comes after it.
+    `later` has factories of what the first batch does not need, such as a validation loader: they run after the first
+    training step, in this order, and stand in `Ready.later`. One that draws random numbers is refused there.
 
     `compile` says which parts are compiled, and warmed up. `device` is `cpu` or `cuda` (default: cuda where there is
     one), `backend` the process group's (default: nccl on cuda, gloo on cpu). `timeout` limits, in seconds, each step
@@ -377,7 +401,13 @@ def trainer(
 
         def heavy_imports() -> None:
             for module in modules:
-                importlib.import_module(module)
+                try:
+                    importlib.import_module(module)
+                except OrderError as error:
+                    raise OrderError(
+                        f"the import of {module!r} draws random numbers, which a script does before it sets its seed. "
+                        "Leave it out of `imports`, and import it at the top"
+                    ) from error
 
         # The other ranks are met meanwhile, on another lane. A step that forks does not run beside it, as beside none.
         step(heavy_imports, "heavy_imports", "device_init")
