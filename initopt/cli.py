@@ -1,7 +1,8 @@
 """The command `initopt`: one function per verb, no logic.
 
 Results go to stdout, progress and errors to stderr. The exit code is 0 if all is well, 1 for a finding (a gate that
-fails, a trained state that differs, a start-up without a first batch, a graph compiled anew), 2 if the command can't do
+fails, a trained state that differs, a start-up without a first batch, a graph compiled anew, something that the first
+batch did not need), 2 if the command can't do
 what it was asked.
 """
 
@@ -129,15 +130,15 @@ def imports(
     everything: Annotated[bool, typer.Option("--all", help="Every package and line.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What was imported: by package, and by the line of yours that led to it."""
+    """What was imported, by package and by line of yours."""
     _show(report.imports_view(_run(run, root), rank, everything=everything, width=_width()), as_json)
 
 
 @app.command()
 def defer(run: RunName = None, root: Root = None, as_json: AsJson = False) -> None:
-    """What the first batch did not need: steps, loaders, groups, imports.
+    """What stood before the first batch and was not needed.
 
-    The exit code is 1 where something was found.
+    Steps, data loaders, process groups and imports. The exit code is 1 where something was found.
     """
     _show(report.defer_view(_run(run, root), width=_width()), as_json)
 

@@ -116,25 +116,28 @@ def _provided(graph: Graph, step: Step, idle: tuple[str, ...]) -> tuple[str, ...
 
 
 def _objects(run: Run, named: set[str]) -> list[Finding]:
-    # Ranks run the same lines: what only some of them left unused is needed.
     seen: defaultdict[tuple[Literal["loader", "group"], str, str], list[tuple[int, str, bool]]] = defaultdict(list)
     for one in run.unused:
         seen[one.what, one.call_site, one.step].append((one.rank, one.group, one.alone))
     found = []
     for (what, place, step), made in seen.items():
         ranks = {rank for rank, _, _ in made}
-        if step in named or ranks != set(finished_ranks(run)):
+        idle = {(rank, group) for rank, group, _ in made}
+        # Ranks run the same lines: what only some of them left unused is needed.
+        everywhere = _made_groups(run, place) <= idle if what == "group" else ranks == set(finished_ranks(run))
+        if step in named or not everywhere:
             continue
         less: dict[int, float] = {}
         for rank in ranks:
             if what == "group":
                 names = {group for other, group, _ in made if other == rank}
-                calls = (c for c in run.of_rank(rank) if c.group in names and c.op in ("new_group", "split_group"))
+                calls = (c for c in run.of_rank(rank) if c.group in names and c.op in _MAKES_GROUP)
                 less[rank] = sum(call.end - call.start - call.wait for call in calls)
             elif all(alone for _, _, alone in made):
                 less[rank] = sum(s.end - s.start - s.wait for s in steps_of(run, rank) if s.name == step)
         took = max(less.values(), default=0.0)
-        known = len(less) == len(ranks) and bool(step)
+        less |= {rank: 0.0 for rank in finished_ranks(run) if rank not in less} if less else {}
+        known = bool(less) and bool(step)
         if known and took < _WORTH:
             continue
         saves = saving(run, {rank: {step: taken} for rank, taken in less.items()}) if known else None
@@ -142,10 +145,17 @@ def _objects(run: Run, named: set[str]) -> list[Finding]:
     return found
 
 
+def _made_groups(run: Run, place: str) -> set[tuple[int, str]]:
+    """The rank and the name of each group that was made at `place`, on its members."""
+    calls = (span for span in run.spans if span.op in _MAKES_GROUP and span.call_site == place and span.group)
+    return {(call.rank, call.group) for call in calls}
+
+
+_MAKES_GROUP = ("new_group", "split_group")
 _WHAT = {"loader": "data loader, not iterated", "group": "process group, no collective"}
 _PROVIDED = {
     "loader": ("its step does nothing else that the first batch needs",),
-    "group": ("no rank uses it before, and all make their groups in one order",),
+    "group": ("every rank makes its groups later, all in one order",),
 }
 
 

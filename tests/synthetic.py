@@ -127,6 +127,47 @@ def compiled_spans() -> tuple[list[list[Span]], list[Compiled | CompileCache]]:
     return spans, found
 
 
+def wasteful() -> tuple[list[list[Span]], Graph, list[Imported | ImportLine | Unused]]:
+    """The serial spans with two steps that nothing needs, and what was imported and not used, on all ranks."""
+    spans, found = serial_spans(), list[Imported | ImportLine | Unused]()
+    first = GRAPH["first_step"]
+    validation = Step("validation", needs=("reader",), lane="io:val", call_site="train.py:61")
+    metrics = Step("metrics", needs=("optimizer",), uses=("rng",), call_site="train.py:70")
+    graph = Graph([*(step for step in GRAPH.values() if step != first), validation, metrics, first], name="dlrm")
+    for rank in range(3):
+        last = spans[rank].pop()
+        at = last.start
+        spans[rank].append(Span("validation", at - 3.0, at - 0.5, rank, "io:val"))
+        spans[rank].append(Span("metrics", at, at + 0.8, rank))
+        spans[rank].append(replace(last, start=at + 0.8, end=last.end + 0.8))
+        took = WORK["imports"][rank]
+        call = Span("new_group", at - 1.0, at - 0.6, rank, "main", "collective", step="shard", op="new_group")
+        spans[rank].append(replace(call, group="7", sequence=0, call_site="train.py:84"))
+        parts = [("torch", 0.05, 0.5), ("torchrec", 0.55, 0.4)]
+        spans[rank] += [
+            Span(f"import {name}", start * took, (start + part) * took, rank, kind="import", step="imports")
+            for name, start, part in parts
+        ]
+        places = ("train.py:4", "", "train.py:4"), ("train.py:5", "", "train.py:5")
+        deep = ("torchrec/distributed/embedding_a_long_way_down/embedding.py:29", "torchrec", "train.py:5")
+        found += [
+            Imported("torch", 1139, 0.5 * took, 0.45 * took, 0.5 * took, *places[0], "yes", (("torch._C", 0.3),), rank),
+            Imported("torchrec", 133, 0.2 * took, 0.2 * took, 0.4 * took, *places[1], "yes", (), rank),
+            Imported("tensordict", 59, 0.2 * took, 0.1 * took, 0.2 * took, *deep, "no", (), rank),
+            Imported(
+                "pandas", 400, 0.05 * took, 0.04 * took, 0.05 * took, "train.py:9", "", "train.py:9", "no", (), rank
+            ),
+            ImportLine("train.py:4", 0.5 * took, (("torch", 0.5 * took),), "yes", "imports", rank),
+            ImportLine(
+                "train.py:5", 0.4 * took, (("torchrec", 0.2 * took), ("tensordict", 0.2 * took)), "yes", "imports", rank
+            ),
+            ImportLine("train.py:9", 0.05 * took, (("pandas", 0.05 * took),), "no", "imports", rank),
+            Unused("loader", "train.py:90", "reader", alone=False, rank=rank),
+            Unused("group", "train.py:84", "shard", "7", rank=rank),
+        ]
+    return spans, graph, found
+
+
 def _turn(name: str, start: float, end: float, rank: int, step: str, cached: str) -> Compiled:
     took = end - start
     breaks = ("Call to `print` (model.py:70)",) if name.startswith("Inter") and cached == "miss" else ()

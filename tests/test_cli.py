@@ -14,7 +14,7 @@ from rich.console import Console
 
 from initopt import bench, cli
 from tests.golden import check_golden
-from tests.synthetic import compiled_spans, overlapped_spans, serial_spans, write_run
+from tests.synthetic import compiled_spans, overlapped_spans, serial_spans, wasteful, write_run
 from tests.test_report import measurement
 
 LABEL = "emulated: 20 ms per collective"
@@ -72,6 +72,7 @@ def test_the_root_can_be_given(root: Path, tmp_path: Path, capsys: pytest.Captur
         ["blame"],
         ["critical-chain"],
         ["compile"],
+        ["defer"],
         ["plot"],
         ["draw"],
         ["ett"],
@@ -86,12 +87,29 @@ def test_every_verb_has_its_data_as_json(words: list[str], root: Path, capsys: p
     assert data["version"] == 1
 
 
-@pytest.mark.parametrize("words", [[], ["blame"], ["critical-chain"], ["compile"], ["ett"]])
+@pytest.mark.parametrize("words", [[], ["blame"], ["critical-chain"], ["compile"], ["defer"], ["ett"]])
 def test_a_pipe_gets_80_columns_and_no_colour(words: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_what_was_not_needed_is_a_finding(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spans, graph, found = wasteful()
+    write_run(root, spans, number=9, graph=graph, extra=found)
+    assert run("defer", "9") == 1
+    assert "validation" in capsys.readouterr().out
+    assert run("defer", "9", "--json") == 1
+    data = json.loads(capsys.readouterr().out)
+    assert {one["kind"] for one in data["findings"]} == {"step", "loader", "group", "import"}
+    assert run("imports", "9") == run("imports", "9", "--all") == 0
+    capsys.readouterr()
+    assert run("imports", "9", "--rank", "2", "--json") == 0
+    packages = json.loads(capsys.readouterr().out)["packages"]
+    assert [one["package"] for one in packages] == ["torch", "torchrec", "tensordict", "pandas"]
+    assert run("imports", "8") == 2
+    assert "initopt.record_imports()" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["blame"], ["critical-chain"], ["ett"]])

@@ -147,12 +147,26 @@ def test_an_unused_group_saves_what_making_it_took(tmp_path: Path) -> None:
     for number, name in enumerate(("one", "two")):
         at = 0.5 + number
         call = {"kind": "collective", "step": "groups", "op": "new_group", "group": name, "sequence": 0}
-        spans.append(Span("new_group", at, at + 0.9, **call))  # type: ignore[arg-type]
-    made = (Unused("group", "train.py:9", "groups", "two", alone=False),)
-    run = Run.load(write_run(tmp_path, [spans], graph=None, extra=made))
+        spans.append(Span("new_group", at, at + 0.9, call_site=f"train.py:{9 + number}", **call))  # type: ignore[arg-type]
+    # Rank 1 is no member of either.
+    other = [Span("groups", 0.5, 0.6), Span("first_step", 0.6, 1.0)]
+    made = (Unused("group", "train.py:10", "groups", "two", alone=False),)
+    run = Run.load(write_run(tmp_path, [spans, other], graph=None, extra=made))
     [one] = findings(run)
     assert one.took == pytest.approx(0.9)
     assert one.saves == pytest.approx(0.9)
+
+
+def test_a_group_of_one_line_that_some_rank_used_is_needed(tmp_path: Path) -> None:
+    spans = []
+    for rank in range(2):
+        call = {"kind": "collective", "step": "groups", "op": "new_group", "group": f"of {rank}", "sequence": 0}
+        steps = [Span("groups", 0.5, 2.5), Span("first_step", 2.5, 3.0)]
+        spans.append([*steps, Span("new_group", 1.0, 2.0, call_site="train.py:9", **call)])  # type: ignore[arg-type]
+    idle = [Unused("group", "train.py:9", "groups", f"of {rank}", rank=rank) for rank in range(2)]
+    assert findings(Run.load(write_run(tmp_path / "one", spans, graph=None, extra=idle[:1]))) == ()
+    [one] = findings(Run.load(write_run(tmp_path / "both", spans, graph=None, extra=idle)))
+    assert one.saves == pytest.approx(1.0)
 
 
 def line(needed: str, rank: int = 0) -> ImportLine:

@@ -12,7 +12,7 @@ from initopt import picture
 from initopt.chain import split
 from initopt.record import Span
 from initopt.runs import Run
-from tests.synthetic import overlapped_spans, serial_spans, write_run
+from tests.synthetic import overlapped_spans, serial_spans, wasteful, write_run
 
 
 @pytest.fixture
@@ -115,3 +115,16 @@ def test_without_matplotlib_the_way_out_is_named(serial: Run, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(picture.PlotError, match=r"pip install 'initopt\[plot\]'"):
         picture.draw(serial, 0)
+
+
+def test_imports_are_parts_of_their_bar(tmp_path: Path) -> None:
+    spans, graph, found = wasteful()
+    run = Run.load(write_run(tmp_path, spans, graph=graph, extra=found))
+    recorded, planned = picture.panels(run, 1)
+    bars = {bar.name: bar for bar in recorded.bars}
+    assert [package for _, _, package in bars["imports"].imports] == ["torch", "torchrec"]
+    (start, end, _), _ = bars["imports"].imports
+    assert 0 < start < end < bars["imports"].end
+    assert not any(name.startswith("import ") for name in bars)
+    assert not any(bar.imports for bar in planned.bars)
+    assert "<!-- torchrec -->" in picture.draw(run, 1).decode()

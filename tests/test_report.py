@@ -14,7 +14,7 @@ from initopt.planned import planned
 from initopt.record import Span
 from initopt.runs import RecordError, Run
 from tests.golden import check_golden
-from tests.synthetic import BORN, GRAPH, compiled_spans, overlapped_spans, serial_spans, write_run
+from tests.synthetic import BORN, GRAPH, compiled_spans, overlapped_spans, serial_spans, wasteful, write_run
 
 LABEL = "emulated: reader first batch 5 s, 20 ms per collective"
 
@@ -50,6 +50,13 @@ def compiled(tmp_path: Path) -> Run:
 def stock(tmp_path: Path) -> Run:
     path = write_run(tmp_path, serial_spans(), number=6, mode="stock", graph=None)
     return replace(Run.load(path), path=Path(".initopt/0006"))
+
+
+@pytest.fixture
+def wasting(tmp_path: Path) -> Run:
+    spans, graph, found = wasteful()
+    path = write_run(tmp_path, spans, number=11, graph=graph, labels=(LABEL,), extra=found)
+    return replace(Run.load(path), path=Path(".initopt/0011"))
 
 
 @pytest.fixture
@@ -118,6 +125,31 @@ def test_a_wide_terminal_gets_the_notes_beside_the_bars(serial: Run) -> None:
     check_golden("blame_wide.txt", report.blame(serial, 2, width=110).plain + "\n")
 
 
+def test_imports_look_as_they_did(wasting: Run) -> None:
+    check_golden("imports.txt", report.imports_view(wasting).plain + "\n")
+    everywhere = [replace(one, needed="") for one in wasting.imported]
+    lines = [replace(one, needed="") for one in wasting.import_lines]
+    unwatched = replace(wasting, imported=tuple(everywhere), import_lines=tuple(lines))
+    check_golden("imports_unwatched.txt", report.imports_view(unwatched, 2).plain + "\n")
+
+
+def test_what_could_be_deferred_looks_as_it_did(wasting: Run, stock: Run) -> None:
+    view = report.defer_view(wasting)
+    assert view.finding
+    check_golden("defer.txt", view.plain + "\n")
+    check_golden("summary_wasting.txt", report.summary(wasting).plain + "\n")
+    nothing = report.defer_view(stock)
+    assert not nothing.finding
+    check_golden("defer_nothing.txt", nothing.plain + "\n")
+
+
+def test_imports_that_were_not_recorded_are_no_view(stock: Run, unfinished: Run) -> None:
+    with pytest.raises(RecordError, match=r"call initopt.record_imports\(\) before them"):
+        report.imports_view(stock)
+    with pytest.raises(RecordError, match="no rank finished"):
+        report.defer_view(unfinished)
+
+
 def test_a_measurement_looks_as_it_did() -> None:
     check_golden("bench.txt", report.bench_view(measurement()).plain + "\n")
 
@@ -138,11 +170,14 @@ def test_a_measurement_that_passes_is_no_finding() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
-@pytest.mark.parametrize("kind", ["serial", "compiled"])
-@pytest.mark.parametrize("name", [*VIEWS, "compile"])
+@pytest.mark.parametrize("kind", ["serial", "compiled", "wasting"])
+@pytest.mark.parametrize("name", [*VIEWS, "compile", "defer", "imports"])
 def test_no_line_is_wider_than_the_terminal(name: str, kind: str, width: int, request: pytest.FixtureRequest) -> None:
+    if name == "imports" and kind != "wasting":
+        pytest.skip("nothing was recorded")
     run: Run = request.getfixturevalue(kind)
-    view = {**VIEWS, "compile": report.compile_view}[name](run, width=width)  # type: ignore[call-arg]
+    more = {"compile": report.compile_view, "defer": report.defer_view, "imports": report.imports_view}
+    view = {**VIEWS, **more}[name](run, width=width)  # type: ignore[call-arg]
     fixed = ("@ when", "@ it", "    took", "next:", "job", "1 h", "4 h", "24 h", "7 days", "   ")
     for line in view.plain.splitlines():
         assert len(line) <= max(width, 80 if line.startswith(fixed) else 0), line
