@@ -156,7 +156,6 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
             waits = [(span.start, span.start + span.wait)]
         longest = (span.name, span.start) in on_chain
         turns = compiled.get((span.name, span.start), ())
-        words = _words(run, span, longest=longest, compiling=sum(one.end - one.start for one in turns))
         moved = tuple((start - zero, end - zero) for start, end in waits)
         compiles = tuple((one.start - zero, min(one.end, span.end) - zero) for one in turns)
         imports = tuple(
@@ -164,6 +163,7 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
             for one in packages.get(span.name, ())
             if span.start <= one.start < span.end and one.lane == span.lane
         )
+        words = _words(run, span, longest=longest, compiling=sum(one.end - one.start for one in turns), imports=imports)
         times = span.start - zero, span.end - zero
         bars.append(Bar(span.name, span.lane, *times, longest, moved, words, compiles, imports))
     queues = tuple(
@@ -175,9 +175,13 @@ def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Seq
     return Panel(name, rank, last.end - zero if last is not None else None, lanes, tuple(bars), queues)
 
 
-def _words(run: Run, span: Span, *, longest: bool, compiling: float) -> str:
+def _words(
+    run: Run, span: Span, *, longest: bool, compiling: float, imports: Sequence[tuple[float, float, str]]
+) -> str:
     took = span.end - span.start
     said = [f"{span.name}: {seconds(took)}"]
+    if imports:
+        said.append(", ".join(f"{package} {seconds(end - start)}" for start, end, package in imports))
     if span.wait > SKEW:
         said.append(f"{seconds(took - span.wait)} work, {seconds(span.wait)} wait for other ranks")
     if compiling > SKEW:
