@@ -88,10 +88,9 @@ def main() -> None:
             seconds[way].append(took)
             modules = found or modules
         print(f"round {number + 1} of {chosen.rounds}", file=sys.stderr, flush=True)
-    text = table(seconds, modules)
-    if chosen.save:
-        RESULTS.write_text(text)
-    print(text)
+        if chosen.save:
+            RESULTS.write_text(table(seconds, modules))
+    print(table(seconds, modules))
 
 
 if __name__ == "__main__":

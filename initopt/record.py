@@ -452,6 +452,7 @@ class Recorder:
                     return
                 if self._file is None and len(self._waiting) <= 1:
                     # Nothing but the imports: the job ended before it began, and says itself why.
+                    self._put_imports()
                     self._stopped = True
                     return
                 if self._file is None:
