@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from initopt.chain import finished_ranks, steps_of
-from initopt.planned import per_step, saving
+from initopt.planned import per_step, saving, work
 from initopt.record import FIRST_STEP
 
 if TYPE_CHECKING:
+    import networkx as nx
+
     from initopt.graph import Graph, Step
     from initopt.runs import Run
 
@@ -42,14 +44,32 @@ class Finding:
     step: str = ""
 
 
+Less = dict[int, dict[str, float]]
+"""Seconds that each step of each rank takes less."""
+
+
 def findings(run: Run) -> tuple[Finding, ...]:
     """What could be deferred, the largest saving first. Empty for a start-up that never reached its first batch."""
-    if not finished_ranks(run):
-        return ()
-    steps = _steps(run)
-    named = {finding.what for finding in steps}
-    found = [*steps, *_objects(run, named), *_imports(run)]
+    found = [finding for finding, _ in _found(run)]
     return tuple(sorted(found, key=lambda one: (-(one.saves or 0.0), one.place)))
+
+
+def together(run: Run) -> float:
+    """Seconds that all findings with a known saving save together, simulated at once."""
+    whole: Less = {rank: {} for rank in finished_ranks(run)}
+    for finding, less in _found(run):
+        for rank, steps in less.items():
+            for step, value in steps.items() if finding.saves is not None else ():
+                # No step gives more than it has: `planned` sees to it.
+                whole[rank][step] = whole[rank].get(step, 0.0) + value
+    return saving(run, whole) if whole else 0.0
+
+
+def _found(run: Run) -> list[tuple[Finding, Less]]:
+    if not finished_ranks(run):
+        return []
+    steps = _steps(run)
+    return [*steps, *_objects(run, {finding.what for finding, _ in steps}), *_imports(run)]
 
 
 def not_needed(graph: Graph) -> tuple[str, ...]:
@@ -62,45 +82,46 @@ def not_needed(graph: Graph) -> tuple[str, ...]:
         return ()
     import networkx as nx
 
-    origin = graph[FIRST_STEP].origin
-    needs: nx.DiGraph[str] = nx.DiGraph()
-    needs.add_nodes_from(graph)
-    for edge in graph.edges:
-        follows_all = edge.after == FIRST_STEP and edge.kind == "order" and graph[edge.before].origin != origin
-        if edge.kind != "resource" and not follows_all:
-            needs.add_edge(edge.before, edge.after)
+    origin, needs = graph[FIRST_STEP].origin, _needs(graph)
     roots = {FIRST_STEP} | {name for name in graph if origin and graph[name].origin == origin}
     needed = roots.union(nx.descendants(needs, FIRST_STEP), *(nx.ancestors(needs, root) for root in roots))
     return tuple(name for name in graph.order() if name not in needed)
 
 
-def _steps(run: Run) -> list[Finding]:
+def _needs(graph: Graph) -> nx.DiGraph[str]:
+    """From each step to those that need it."""
+    import networkx as nx
+
+    needs: nx.DiGraph[str] = nx.DiGraph()
+    needs.add_nodes_from(graph)
+    for edge in graph.edges:
+        origins = {graph[edge.before].origin, graph[edge.after].origin}
+        follows_all = edge.after == FIRST_STEP and edge.kind == "order" and len(origins) > 1
+        if edge.kind != "resource" and not follows_all:
+            needs.add_edge(edge.before, edge.after)
+    return needs
+
+
+def _steps(run: Run) -> list[tuple[Finding, Less]]:
     graph = run.graph
     if graph is None:
         return []
-    idle = not_needed(graph)
+    import networkx as nx
+
+    idle, needs = not_needed(graph), _needs(graph)
+    took = {rank: per_step(run, rank, waits=False) for rank in finished_ranks(run)}
     found = []
     for name in idle:
-        # What needs it goes with it.
-        moved = [other for other in idle if other == name or _comes_after(graph, name, other)]
-        took = {rank: per_step(run, rank, waits=False) for rank in finished_ranks(run)}
         longest = max(times[name] for times in took.values())
         if longest < _WORTH:
             continue
-        saves = saving(run, {rank: {step: times[step] for step in moved} for rank, times in took.items()})
+        # What needs it goes with it.
+        moved = nx.descendants(needs, name) | {name}
+        less = {rank: {step: times[step] for step in moved} for rank, times in took.items()}
         step = graph[name]
-        found.append(Finding("step", name, step.call_site, longest, saves, _provided(graph, step, idle), name))
+        provided = _provided(graph, step, idle)
+        found.append((Finding("step", name, step.call_site, longest, saving(run, less), provided, name), less))
     return found
-
-
-def _comes_after(graph: Graph, name: str, other: str) -> bool:
-    seen, left = set(), [name]
-    while left:
-        for edge in graph.successors(left.pop()):
-            if edge.kind != "resource" and edge.after not in seen:
-                seen.add(edge.after)
-                left.append(edge.after)
-    return other in seen
 
 
 def _provided(graph: Graph, step: Step, idle: tuple[str, ...]) -> tuple[str, ...]:
@@ -115,7 +136,7 @@ def _provided(graph: Graph, step: Step, idle: tuple[str, ...]) -> tuple[str, ...
     return tuple(provided)
 
 
-def _objects(run: Run, named: set[str]) -> list[Finding]:
+def _objects(run: Run, named: set[str]) -> list[tuple[Finding, Less]]:
     seen: defaultdict[tuple[Literal["loader", "group"], str, str], list[tuple[int, str, bool]]] = defaultdict(list)
     for one in run.unused:
         seen[one.what, one.call_site, one.step].append((one.rank, one.group, one.alone))
@@ -127,22 +148,27 @@ def _objects(run: Run, named: set[str]) -> list[Finding]:
         everywhere = _made_groups(run, place) <= idle if what == "group" else ranks == set(finished_ranks(run))
         if step in named or not everywhere:
             continue
-        less: dict[int, float] = {}
-        for rank in ranks:
-            if what == "group":
-                names = {group for other, group, _ in made if other == rank}
-                calls = (c for c in run.of_rank(rank) if c.group in names and c.op in _MAKES_GROUP)
-                less[rank] = sum(call.end - call.start - call.wait for call in calls)
-            elif all(alone for _, _, alone in made):
-                less[rank] = sum(s.end - s.start - s.wait for s in steps_of(run, rank) if s.name == step)
-        took = max(less.values(), default=0.0)
-        less |= {rank: 0.0 for rank in finished_ranks(run) if rank not in less} if less else {}
-        known = bool(less) and bool(step)
+        less: Less = {rank: {} for rank in finished_ranks(run)}
+        if what == "group":
+            for rank, group in idle:
+                calls = (c for c in run.of_rank(rank) if c.group == group and c.op in _MAKES_GROUP)
+                less[rank][step] = less[rank].get(step, 0.0) + sum(c.end - c.start - c.wait for c in calls)
+        elif all(alone for _, _, alone in made) and _may_go(run, step):
+            for rank in ranks:
+                less[rank][step] = sum(work(span) for span in steps_of(run, rank) if span.name == step)
+        known = bool(step) and any(less.values())
+        took = max((steps[step] for steps in less.values() if steps), default=0.0)
         if known and took < _WORTH:
             continue
-        saves = saving(run, {rank: {step: taken} for rank, taken in less.items()}) if known else None
-        found.append(Finding(what, _WHAT[what], place, took, saves, _PROVIDED[what] if known else (), step))
+        saves = saving(run, less) if known else None
+        found.append((Finding(what, _WHAT[what], place, took, saves, _PROVIDED[what] if known else (), step), less))
     return found
+
+
+def _may_go(run: Run, step: str) -> bool:
+    """Whether nothing is known of a step that the first batch needs: no value, no meeting."""
+    meets = any(span.kind == "collective" and span.step == step for span in run.spans)
+    return not meets and (run.graph is None or step not in run.graph)
 
 
 def _made_groups(run: Run, place: str) -> set[tuple[int, str]]:
@@ -159,7 +185,7 @@ _PROVIDED = {
 }
 
 
-def _imports(run: Run) -> list[Finding]:
+def _imports(run: Run) -> list[tuple[Finding, Less]]:
     by_line: defaultdict[str, dict[int, dict[str, float]]] = defaultdict(dict)
     packages: dict[str, list[str]] = {}
     kept: set[str] = set()
@@ -172,25 +198,16 @@ def _imports(run: Run) -> list[Finding]:
         packages.setdefault(one.line, [name for name, _ in one.packages])
     found = []
     for line, of_rank in by_line.items():
-        took = max(sum(steps.values()) for steps in of_rank.values())
-        if line in kept or took < _WORTH or set(of_rank) != set(finished_ranks(run)):
+        if line in kept or not of_rank.keys() >= set(finished_ranks(run)):
             continue
-        saves = saving(run, of_rank)
+        less = {rank: of_rank[rank] for rank in finished_ranks(run)}
+        took = max(sum(steps.values()) for steps in less.values())
+        if took < _WORTH:
+            continue
         what = f"import {', '.join(packages[line][:3])}{', ...' if len(packages[line]) > 3 else ''}"
-        found.append(Finding("import", what, line, took, saves, _IMPORT_PROVIDED, next(iter(of_rank[min(of_rank)]))))
+        step = next(iter(less[min(less)]))
+        found.append((Finding("import", what, line, took, saving(run, less), _IMPORT_PROVIDED, step), less))
     return found
 
 
 _IMPORT_PROVIDED = ("the line's names are not read before: constants and base classes are not seen in use",)
-
-
-def together(run: Run, found: tuple[Finding, ...]) -> float:
-    """Seconds that all findings with a known saving save together, simulated at once."""
-    ranks = finished_ranks(run)
-    less: dict[int, dict[str, float]] = {rank: {} for rank in ranks}
-    for finding in found:
-        if finding.saves is not None:
-            for rank in ranks:
-                # No step gives more than it has: `planned` sees to it.
-                less[rank][finding.step] = less[rank].get(finding.step, 0.0) + finding.took
-    return saving(run, less)

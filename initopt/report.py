@@ -150,7 +150,7 @@ def summary(run: Run, *, width: int = 80) -> View:
     found = findings(run)
     data["not_needed"] = [asdict(one) for one in found]
     if found:
-        saves = f": ~{seconds(max(0.0, together(run, found)))} sooner without" if any(f.saves for f in found) else ""
+        saves = f": ~{seconds(max(0.0, together(run)))} sooner without" if any(f.saves for f in found) else ""
         lines += _wrap(f"The first batch did not need {_count(len(found), 'thing')} before it{saves} (defer)", width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     more = ("compile",) if data["compile"] is not None else ()
@@ -478,7 +478,7 @@ def defer_view(run: Run, *, width: int = 80) -> View:
     """
     slowest_rank(run)
     found = findings(run)
-    whole = together(run, found)
+    whole = together(run)
     data = {**about(run), "findings": [asdict(one) for one in found], "saves": whole}
     lines = _head(run, width)
     looked = f"Looked at: {_looked_at(run)}."

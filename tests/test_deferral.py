@@ -90,7 +90,7 @@ def test_a_saving_is_simulated_and_what_needs_a_step_goes_with_it(tmp_path: Path
     assert found["val_loader"].saves == pytest.approx(3.0)
     assert found["val_data"].saves == pytest.approx(3.0)
     assert (found["val_data"].took, found["val_loader"].took) == (1.0, 3.0)
-    assert together(run, findings(run)) == pytest.approx(3.0)
+    assert together(run) == pytest.approx(3.0)
     assert found["val_loader"].place == "train.py:50"
 
 
@@ -131,6 +131,17 @@ def test_without_a_graph_an_unused_loader_shows_its_step(tmp_path: Path) -> None
 def test_a_step_that_made_used_ones_too_has_no_known_saving(tmp_path: Path) -> None:
     made = (Unused("loader", "train.py:12", "loader", alone=False),)
     [one] = findings(recorded(tmp_path, None, SERIAL, extra=made))
+    assert one.saves is None
+
+
+def test_a_step_that_is_needed_or_meets_others_has_no_known_saving(tmp_path: Path) -> None:
+    made = (Unused("loader", "train.py:12", "dmp"),)
+    [one] = [one for one in findings(recorded(tmp_path, Graph(STEPS), SECONDS, extra=made)) if one.kind == "loader"]
+    assert one.saves is None
+    meets = Span("barrier", 2.0, 2.1, kind="collective", step="validation", op="barrier", group="world", sequence=0)
+    spans = [Span("validation", 1.0, 3.0), meets, Span("first_step", 3.0, 3.5)]
+    met = (Unused("loader", "train.py:12", "validation"),)
+    [one] = findings(Run.load(write_run(tmp_path / "meets", [spans], graph=None, extra=met)))
     assert one.saves is None
 
 
