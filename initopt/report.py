@@ -153,7 +153,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         saves = f": ~{seconds(max(0.0, together(run)))} sooner without" if any(f.saves for f in found) else ""
         lines += _wrap(f"The first batch did not need {_count(len(found), 'thing')} before it{saves} (defer)", width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
-    more = ("compile",) if data["compile"] is not None else ()
+    more = [*(["compile"] if data["compile"] is not None else []), *(["imports"] if run.imported else [])]
     lines.append(_next("blame", "critical-chain", "plot", *more))
     return View(tuple(lines), data)
 
@@ -162,11 +162,16 @@ def blame_rows(run: Run, rank: int) -> list[Row]:
     """The steps of one rank, the longest first."""
     slack = run.graph.slack(per_step(run, rank, waits=True)) if run.graph is not None else {}
     inside = compiled_in(run, rank)
+    imported: dict[str, list[Span]] = {}
+    for one in sorted(run.of_rank(rank), key=lambda span: span.start - span.end):
+        if one.kind == "import" and one.step:
+            imported.setdefault(one.step, []).append(one)
     rows = []
     for span in steps_of(run, rank):
         compiling = sum(one.end - one.start for one in inside.get((span.name, span.start), ()))
         notes = [f"failed: {span.error}" if span.error else _why(run, span)]
         notes.append(f"{seconds(compiling)} compiling" if compiling > SKEW else "")
+        notes += [f"{one.name} {seconds(one.end - one.start)}" for one in imported.get(span.name, ())[:2]]
         took, alone, note = span.end - span.start, work(span), ", ".join(note for note in notes if note)
         rows.append(Row(span.name, span.lane, took, alone, span.wait, slack.get(span.name), note, compiling))
     return sorted(rows, key=lambda row: -row.took)

@@ -127,6 +127,7 @@ def test_a_wide_terminal_gets_the_notes_beside_the_bars(serial: Run) -> None:
 
 
 def test_imports_look_as_they_did(wasting: Run) -> None:
+    check_golden("blame_wasting.txt", report.blame(wasting, 1).plain + "\n")
     check_golden("imports.txt", report.imports_view(wasting).plain + "\n")
     everywhere = [replace(one, needed="") for one in wasting.imported]
     lines = [replace(one, needed="") for one in wasting.import_lines]
