@@ -190,7 +190,7 @@ def _imports(run: Run) -> list[tuple[Finding, Less]]:
     packages: dict[str, list[str]] = {}
     kept: set[str] = set()
     for one in run.import_lines:
-        if one.needed != "no":
+        if one.needed != "no" or not one.own:
             kept.add(one.line)
             continue
         steps = by_line[one.line].setdefault(one.rank, {})

@@ -54,7 +54,8 @@ class Imported:
 
     `seconds` and `cpu` (of the thread) are those of its own `modules`, `total` is the wall time with all that they
     imported. `asked` is the `file:line` that imported it first, `importer` the package of that line, empty for the
-    trainer's own code; `line` the innermost line of the trainer's own code that led to it. `slowest` are its modules
+    trainer's own code; `line` the innermost line of the trainer's own code that led to it, or `asked` where
+    none did, as on a library's thread. `slowest` are its modules
     that took longest, each with its own seconds.
     """
 
@@ -73,7 +74,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class ImportLine:
-    """A line of the trainer's own code, and what it was the first to import.
+    """A line, of the trainer's `own` code where there is one, and what it was the first to import.
 
     `packages` have the seconds that their modules took. `needed` is "no" where no code of these modules ran, and no
     module whose code ran has imported one of them. `step` is the step that it happened in.
@@ -84,6 +85,7 @@ class ImportLine:
     packages: tuple[tuple[str, float], ...]
     needed: Needed = ""
     step: str = ""
+    own: bool = True
     rank: int = 0
 
 
@@ -146,6 +148,7 @@ class _Module:
         "name",
         "outermost",
         "own",
+        "owned",
         "package",
         "start",
         "step",
@@ -158,7 +161,7 @@ class _Module:
         self.package = name.partition(".")[0]
         self.inner = self.inner_cpu = 0.0
         self.asked = self.importer = self.line = self.lane = self.step = ""
-        self.own = False
+        self.own = self.owned = False
         self.start = self.cpu = self.took = self.took_cpu = 0.0
         self.outermost = True
 
@@ -239,10 +242,10 @@ class Recording:
         stack = self._stack()
         outer = stack[-1] if stack else None
         if outer is not None and outer.package == module.package and not outer.own:
-            module.line, module.outermost = outer.line, False
+            module.line, module.owned, module.outermost = outer.line, outer.owned, False
         else:
             self._places.find(module, outer, sys._getframe(2))
-            module.own = self._places.is_own(getattr(spec, "origin", None) or "")
+            module.own = self._places.is_own(getattr(spec, "origin", None) or "", module.name)
             module.outermost = all(around.package != module.package for around in stack)
         if outer is None or outer.own:
             module.step, module.lane = self.step_here()
@@ -316,14 +319,24 @@ class _Places:
         self._cut = (self._here, paths["stdlib"] + os.sep, os.path.dirname(ours) + os.sep)
         self._own: dict[str, bool] = {}
 
-    def is_own(self, path: str) -> bool:
-        """Whether a file is the trainer's own: neither installed nor the standard library's nor ours."""
+    def is_own(self, path: str, name: str) -> bool:
+        """Whether module `name` in this file is the trainer's own: not installed, the standard library's or ours."""
         own = self._own.get(path)
         if own is None:
-            installed = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
-            known = path not in ("", "built-in", "frozen")
-            own = self._own[path] = known and not installed and not path.startswith(self._others)
+            own = self._is_elsewhere(path)
+            package = name.partition(".")[0]
+            if own and package != name:
+                # Code that a library has generated may lie anywhere; it goes by the library's name.
+                own = self._is_elsewhere(getattr(sys.modules.get(package), "__file__", None) or path)
+            self._own[path] = own
         return own
+
+    def _is_elsewhere(self, path: str) -> bool:
+        installed = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
+        return path not in ("", "built-in", "frozen") and not installed and not path.startswith(self._others)
+
+    def _is_own_frame(self, frame: FrameType) -> bool:
+        return self.is_own(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
 
     def find(self, module: _Module, outer: _Module | None, frame: FrameType | None) -> None:
         """Set who asked for a module: the first line that is not the import system's, and that of own code."""
@@ -331,14 +344,15 @@ class _Places:
             frame = frame.f_back
         if frame is not None:
             module.asked = self._place(frame)
-            if not self.is_own(frame.f_code.co_filename):
+            if not self._is_own_frame(frame):
                 module.importer = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if outer is not None and not outer.own:
-            module.line = outer.line
+            module.line, module.owned = outer.line, outer.owned
             return
-        while frame is not None and not self.is_own(frame.f_code.co_filename):
+        while frame is not None and not self._is_own_frame(frame):
             frame = frame.f_back
-        module.line = self._place(frame) if frame is not None else ""
+        module.owned = frame is not None
+        module.line = self._place(frame) if frame is not None else module.asked
 
     def _place(self, frame: FrameType) -> str:
         path = frame.f_code.co_filename
@@ -414,11 +428,9 @@ class _Use:
     def _imports(self, namespace: Any, name: str, parts: Iterable[str], level: int) -> None:
         # What the trainer's own code imports it may also leave out; what others import comes with them.
         importer = namespace.get("__name__")
-        if (
-            not isinstance(importer, str)
-            or importer == "__main__"
-            or self._places.is_own(namespace.get("__file__") or "")
-        ):
+        if not isinstance(importer, str) or importer == "__main__":
+            return
+        if self._places.is_own(namespace.get("__file__") or "", importer):
             return
         if level:
             name = resolve_name("." * level + name, namespace.get("__package__") or importer.rpartition(".")[0])
@@ -461,11 +473,11 @@ def _packages(found: Iterable[_Module], needed: set[str] | None) -> tuple[Import
 
 
 def _lines(found: Iterable[_Module], needed: set[str] | None) -> tuple[ImportLine, ...]:
-    by_line: defaultdict[tuple[str, str], list[_Module]] = defaultdict(list)
+    by_line: defaultdict[tuple[str, str, bool], list[_Module]] = defaultdict(list)
     for module in found:
-        by_line[module.line or module.asked, module.step].append(module)
+        by_line[module.line, module.step, module.owned].append(module)
     lines = []
-    for (line, step), modules in by_line.items():
+    for (line, step, own), modules in by_line.items():
         packages: defaultdict[str, float] = defaultdict(float)
         for module in modules:
             packages[module.package] += module.took - module.inner
@@ -474,7 +486,7 @@ def _lines(found: Iterable[_Module], needed: set[str] | None) -> tuple[ImportLin
         if seconds > _SHORT:
             names = {module.name for module in modules}
             kept = tuple(item for item in taken[:8] if item[1] > _SHORT / 5)
-            lines.append(ImportLine(line, seconds, kept, _verdict(names, needed), step))
+            lines.append(ImportLine(line, seconds, kept, _verdict(names, needed), step, own))
     return tuple(sorted(lines, key=lambda one: -one.seconds)[:_MOST])
 
 
@@ -495,7 +507,7 @@ def _spans(found: Iterable[_Module]) -> tuple[ImportSpan, ...]:
             module.took_cpu,
             module.lane,
             module.step,
-            module.line or module.asked,
+            module.line,
         )
         at = last.get(span.lane)
         if at is not None:

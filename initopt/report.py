@@ -154,7 +154,8 @@ def summary(run: Run, *, width: int = 80) -> View:
         lines += _wrap(f"The first batch did not need {_count(len(found), 'thing')} before it{saves} (defer)", width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     more = [*(["compile"] if data["compile"] is not None else []), *(["imports"] if run.imported else [])]
-    lines.append(_next("blame", "critical-chain", "plot", *more))
+    # All of them would not fit into a line.
+    lines.append(_next(*["blame", "critical-chain", "plot", *more][1 if len(more) > 1 else 0 :]))
     return View(tuple(lines), data)
 
 
@@ -452,10 +453,12 @@ def imports_view(run: Run, rank: int | None = None, *, everything: bool = False,
         more = f"{len(rest)} more, {seconds(sum(one.seconds for one in rest))} together (--all)"
         lines.append(Text(more, style=QUIET))
     if by_line:
-        lines += [Text(), Text("    took  because of this line of yours", style=QUIET)]
+        lines += [Text(), Text("    took  because of this line", style=QUIET)]
     for found in by_line if everything else by_line[:_IMPORT_ROWS]:
         unneeded = "  not needed~" if found.needed == "no" else ""
-        lines.append(Text(f"{seconds(found.seconds):>8}  {_clipped(found.line, width - 10 - len(unneeded))}{unneeded}"))
+        line = Text(f"{seconds(found.seconds):>8}  ")
+        line.append(_clipped(found.line, width - 10 - len(unneeded)), style="" if found.own else QUIET)
+        lines.append(line.append(unneeded))
         of_it = ", ".join(f"{name} {seconds(value)}" for name, value in found.packages[:5])
         lines += _wrap(f"          └ {of_it}", width, QUIET, indent=12)
     lines.append(Text())

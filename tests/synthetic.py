@@ -157,11 +157,17 @@ def wasteful() -> tuple[list[list[Span]], Graph, list[Imported | ImportLine | Un
             Imported(
                 "pandas", 400, 0.05 * took, 0.04 * took, 0.05 * took, "train.py:9", "", "train.py:9", "no", (), rank
             ),
-            ImportLine("train.py:4", 0.5 * took, (("torch", 0.5 * took),), "yes", "imports", rank),
+            ImportLine("train.py:4", 0.5 * took, (("torch", 0.5 * took),), "yes", "imports", True, rank),
             ImportLine(
-                "train.py:5", 0.4 * took, (("torchrec", 0.2 * took), ("tensordict", 0.2 * took)), "yes", "imports", rank
+                "train.py:5",
+                0.4 * took,
+                (("torchrec", 0.2 * took), ("tensordict", 0.2 * took)),
+                "yes",
+                "imports",
+                True,
+                rank,
             ),
-            ImportLine("train.py:9", 0.05 * took, (("pandas", 0.05 * took),), "no", "imports", rank),
+            ImportLine("train.py:9", 0.05 * took, (("pandas", 0.05 * took),), "no", "imports", True, rank),
             Unused("loader", "train.py:90", "reader", alone=False, rank=rank),
             Unused("group", "train.py:84", "shard", "7", rank=rank),
         ]

@@ -180,8 +180,8 @@ def test_a_group_of_one_line_that_some_rank_used_is_needed(tmp_path: Path) -> No
     assert one.saves == pytest.approx(1.0)
 
 
-def line(needed: str, rank: int = 0) -> ImportLine:
-    return ImportLine("train.py:3", 0.2, (("heavy", 0.15), ("part", 0.05)), needed, "imports", rank)  # type: ignore[arg-type]
+def line(needed: str, rank: int = 0, own: bool = True) -> ImportLine:
+    return ImportLine("train.py:3", 0.2, (("heavy", 0.15), ("part", 0.05)), needed, "imports", own, rank)  # type: ignore[arg-type]
 
 
 def test_a_line_of_imports_that_no_rank_needed(tmp_path: Path) -> None:
@@ -191,6 +191,8 @@ def test_a_line_of_imports_that_no_rank_needed(tmp_path: Path) -> None:
     assert one.saves == pytest.approx(0.2)
     other = recorded(tmp_path / "other", None, SERIAL, extra=(line("no"), line("yes", 1)), ranks=2)
     assert findings(other) == ()
+    others = recorded(tmp_path / "others", None, SERIAL, extra=(line("no", own=False),))
+    assert findings(others) == ()
     unknown = recorded(tmp_path / "unknown", None, SERIAL, extra=(line(""),))
     assert findings(unknown) == ()
 

@@ -106,6 +106,47 @@ def test_who_asked_and_which_line_of_ones_own_led_to_it(job: Path) -> None:
     ]
 
 
+def test_code_that_a_library_has_generated_is_the_librarys(job: Path) -> None:
+    installed(job, "library", "")
+    installed(job, "needed", "total = sum(range(2_000_000))")
+    (job / "generated.py").write_text("import needed")
+    found = recorded(
+        job,
+        """
+        import importlib.util, sys, threading
+        import library
+        def load():
+            spec = importlib.util.spec_from_file_location("library.generated", "generated.py")
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        load()
+        """,
+    )
+    assert found["packages"]["needed"]["importer"] == "library"
+    assert found["packages"]["needed"]["asked"] == "generated.py:1"
+    [line] = [line for line in found["lines"] if line["packages"][0][0] == "needed"]
+    assert (line["line"], line["own"]) == ("train.py:7", True)
+
+
+def test_what_nothing_of_ones_own_led_to(job: Path) -> None:
+    installed(
+        job,
+        "library",
+        """
+        import threading
+        def load():
+            import needed
+        def start():
+            thread = threading.Thread(target=load)
+            thread.start()
+            thread.join()
+        """,
+    )
+    installed(job, "needed", "total = sum(range(2_000_000))")
+    found = recorded(job, "import library\nlibrary.start()")
+    [line] = [line for line in found["lines"] if line["packages"][0][0] == "needed"]
+    assert (line["line"], line["own"]) == ("library.py:4", False)
+
+
 def test_a_span_for_each_package_in_turn(job: Path) -> None:
     for name in ("first.a", "first.b", "second"):
         installed(job, name, "total = sum(range(1_000_000))")
