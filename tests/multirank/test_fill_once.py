@@ -255,3 +255,62 @@ def unknown_version() -> list[str]:
 def test_another_torchrec_is_left_alone() -> None:
     for [warning] in fork_ranks(unknown_version):
         assert "tables are filled as ever: torchrec 1.9" in warning
+
+
+def trained(restores: bool, **options: Any) -> tuple[str, list[str]]:
+    """The state after five steps, and the notes of the record; a restore leaves every third table out."""
+    import torch
+
+    from benchmarks.trainers.trained_state import trained_state
+    from initopt import Recorder, Run
+    from tests.multirank.test_torchrec_plugin import config
+    from tests.multirank.test_torchrec_plugin import small as small_trainer
+
+    warnings.simplefilter("ignore")
+    small()
+
+    def checkpoint(dmp: Any) -> None:
+        for number, (_, value) in enumerate(sorted(dmp.state_dict().items())):
+            for shard in value.local_shards() if hasattr(value, "local_shards") and number % 3 else ():
+                generator = torch.Generator().manual_seed(number)
+                shard.tensor.copy_(torch.rand(shard.tensor.shape, generator=generator))
+
+    if restores:
+        options["checkpoint"] = checkpoint
+    torch.manual_seed(1)
+    recorder = Recorder("small", mode="overlap")
+    ready = small_trainer(config(), **options).run(recorder=recorder)
+    losses = [ready.pipeline.progress(ready.batches)[0] for _ in range(5)]
+    recorder.close()
+    assert recorder.path is not None
+    notes = [note.text for note in Run.load(recorder.path).notes if note.step in ("dmp", "checkpoint")]
+    return trained_state(ready.model, ready.optimizer, losses), notes
+
+
+def test_the_training_is_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INITOPT_ROOT", str(tmp_path / "runs"))
+    monkeypatch.setenv("INITOPT_DATA", str(tmp_path / "criteo"))
+    stock = fork_ranks(trained, False, fill_once=False)
+    once = fork_ranks(trained, False)
+    assert [state for state, _ in once] == [state for state, _ in stock]
+    assert all(any("were not filled twice" in note for note in notes) for _, notes in once)
+    assert not any(notes for _, notes in stock)
+
+
+def test_the_training_is_the_same_after_a_restore(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INITOPT_ROOT", str(tmp_path / "runs"))
+    monkeypatch.setenv("INITOPT_DATA", str(tmp_path / "criteo"))
+    stock = fork_ranks(trained, True, fill_once=False)
+    mine = fork_ranks(trained, True, checkpoint_has_tables=True)
+    assert [state for state, _ in mine] == [state for state, _ in stock]
+    for _, notes in mine:
+        assert any("were left to the checkpoint" in note for note in notes)
+        assert any("were not in the checkpoint" in note for note in notes)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": lambda dmp: None, "fill_once": False}])
+def test_a_restore_of_tables_needs_a_checkpoint_and_the_one_fill(options: Any) -> None:
+    from initopt.plugins.torchrec import trainer
+
+    with pytest.raises(ValueError, match="checkpoint_has_tables needs"):
+        trainer(model=print, loader=print, dense_optimizer=print, checkpoint_has_tables=True, **options)
