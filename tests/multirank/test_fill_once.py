@@ -74,7 +74,7 @@ def made(kind: str, sharding: str, init_fn: Any, dtype: Any, watching: Watching)
     }[kind]
 
     def tables(name: str) -> list[Any]:
-        kinds = {torch.float32: DataType.FP32, torch.float16: DataType.FP16}
+        kinds = {torch.float32: DataType.FP32, torch.float16: DataType.FP16, torch.bfloat16: DataType.BF16}
         return [
             config(
                 name=f"{name}{i}",
@@ -152,7 +152,7 @@ def compared(sharding: str) -> list[tuple[str, bool, int, int]]:
     ready()
     found = []
     for kind in ("bags", "sequences"):
-        for dtype in (torch.float32, torch.float16):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for name, init_fn in initializers().items():
                 expected, _ = made(kind, sharding, init_fn, dtype, nullcontext)
                 wanted = digest(expected)
