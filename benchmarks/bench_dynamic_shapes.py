@@ -244,13 +244,13 @@ def main() -> int:
     return any(side.recompiles for side in varied if side.name == "initopt")
 
 
-def about(name: str) -> str:
+def about(name: str, how: str = "one thread, one run a row") -> str:
     """How and where a table was measured, as a sentence."""
     libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchrec"))
     return (
         f"`python -m benchmarks.{name} --save` on {os.cpu_count()} cores, {libraries}, Python "
         f"{platform.python_version()}, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, load "
-        f"{os.getloadavg()[2]:.1f} over 15 minutes, one thread, one run a row, nothing emulated."
+        f"{os.getloadavg()[2]:.1f} over 15 minutes, {how}, nothing emulated."
     )
 
 

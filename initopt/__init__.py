@@ -32,12 +32,15 @@ if TYPE_CHECKING:
     from initopt.sharding_plan import load_plan as load_plan
     from initopt.sharding_plan import make_fast as make_fast
     from initopt.sharding_plan import plan_locally as plan_locally
+    from initopt.table_init.fill_once import Filled as Filled
+    from initopt.table_init.fill_once import fill_once as fill_once
 
 _HOME = {
     "FIRST_STEP": "record",
     "Call": "compile_cache.calls",
     "Collective": "graph",
     "Compile": "compile_cache.warmup",
+    "Filled": "table_init.fill_once",
     "Graph": "graph",
     "GraphError": "graph",
     "OrderError": "graph",
@@ -55,6 +58,7 @@ _HOME = {
     "agree_on_plan": "sharding_plan",
     "check_plan": "sharding_plan",
     "fast_planner": "sharding_plan",
+    "fill_once": "table_init.fill_once",
     "load_plan": "sharding_plan",
     "make_fast": "sharding_plan",
     "plan_locally": "sharding_plan",
@@ -70,6 +74,7 @@ __all__ = [
     "Call",
     "Collective",
     "Compile",
+    "Filled",
     "Graph",
     "GraphError",
     "OrderError",
@@ -87,6 +92,7 @@ __all__ = [
     "agree_on_plan",
     "check_plan",
     "fast_planner",
+    "fill_once",
     "load_plan",
     "make_fast",
     "plan_locally",

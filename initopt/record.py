@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from initopt.cores import cores
 from initopt.imports import NOT_TO_BE_USED, Imported, ImportLine, recording
 from initopt.process_tree import cpu_seconds
 from initopt.unused import Unused, Watch
@@ -646,7 +647,7 @@ class Recorder:
             host=platform.node(),
             pid=self._pid,
             process_start=self._process_start,
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=cores(),
             host_cores=os.cpu_count() or 1,
             labels=self._labels,
             commit=_commit(Path.cwd()),

@@ -113,6 +113,17 @@ _DRAWS = frozenset(
 """Names of torch's functions that draw from a default generator unless they are given another one."""
 
 
+def draws(function: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of a function of torch draws from a default generator."""
+    if getattr(function, "__name__", "") not in _DRAWS:
+        return False
+    from torch import Generator, Tensor
+
+    given = [*args, *kwargs.values()]
+    meta = any(isinstance(value, Tensor) and value.is_meta for value in given)
+    return not meta and not any(isinstance(value, Generator) for value in given)
+
+
 @contextmanager
 def watched(drawn: Callable[[str], None]) -> Iterator[None]:
     """Call `drawn` with the name of each function that is about to draw from a default generator of torch.
@@ -122,17 +133,12 @@ def watched(drawn: Callable[[str], None]) -> Iterator[None]:
     if "torch.overrides" not in sys.modules:
         yield
         return
-    from torch import Generator, Tensor
     from torch.overrides import TorchFunctionMode
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = getattr(function, "__name__", "")
-            if name in _DRAWS:
-                given = [*args, *(kwargs or {}).values()]
-                meta = any(isinstance(value, Tensor) and value.is_meta for value in given)
-                if not meta and not any(isinstance(value, Generator) for value in given):
-                    drawn(name)
+            if draws(function, args, kwargs or {}):
+                drawn(function.__name__)
             return function(*args, **(kwargs or {}))
 
     with Watch():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from initopt.compile_cache.replaced import on_this_thread
+from initopt.replaced import on_this_thread
 
 
 @contextmanager

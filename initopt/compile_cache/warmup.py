@@ -26,8 +26,8 @@ from initopt.compile_cache.fast_batch import Examples, Twin, batch_schema, examp
 from initopt.compile_cache.instruction_sets import ask
 from initopt.compile_cache.key import key_of, model_digest
 from initopt.compile_cache.known import CALLS, SIZES, WINNERS
-from initopt.compile_cache.replaced import on_this_thread
 from initopt.record import step
+from initopt.replaced import on_this_thread
 
 if TYPE_CHECKING:
     from torch import nn

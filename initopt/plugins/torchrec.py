@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from initopt import OwnPlan
+    from initopt import Filled, OwnPlan
 
 ORIGIN = "torchrec"
 
@@ -103,6 +103,7 @@ class TrainerStartup(Startup):
     loader: Any = None
     """What the loader's factory has made, once its step has run; the step's value is its iterator."""
     _goes_on = True
+    _filled: Filled | None = field(default=None, init=False)
 
     def graph(self, inputs: Iterable[str] = ()) -> Graph:
         """Return the graph of the steps as declared and of the first training step, which follows them all."""
@@ -231,6 +232,37 @@ class TrainerStartup(Startup):
         [batch] = ready.values.first_batch
         return self.compile.first_step(ready.values.model, batch, ready.values.compile_cache)
 
+    def filled(self, tables: Filled) -> None:
+        """Leave in the record how the tables came to their values; keep it for what a checkpoint leaves to fill."""
+        self._filled = tables
+        left_out, made, marked = (f"{size / 1e9:.2f} GB" for size in (tables.left_out, tables.made, tables.marked))
+        if tables.left_out:
+            self.note(f"{left_out} of tables were not filled twice")
+        if tables.marked:
+            self.note(f"{marked} of tables were left to the checkpoint, {made} filled")
+        if self._execution is None:
+            return
+        recorder = self._execution.recorder
+        zero = recorder.now() - time.perf_counter()
+        for worked in tables.worked:
+            span = Span(
+                "table_fill",
+                zero + worked.start,
+                zero + worked.end,
+                rank=recorder.rank,
+                lane=f"fill:{worked.thread}",
+                stage="train_module_creation",
+                cpu=worked.cpu,
+                step="dmp",
+            )
+            recorder.add(span)
+
+    def complete_tables(self) -> None:
+        """Fill what a checkpoint that has the tables did not write."""
+        missing = self._filled.complete() if self._filled is not None else 0
+        if missing:
+            self.note(f"{missing / 1e9:.2f} GB of tables were not in the checkpoint: filled as without one")
+
     def came_to_code(self, found: Any) -> None:
         """Leave in the record how this rank came to its compiled code."""
         if self._execution is not None:
@@ -273,7 +305,9 @@ def trainer(
     plan: str | Path | None = None,
     fast_plan: bool = True,
     plan_lane: str = "main",
+    fill_once: bool = True,
     checkpoint: Callable[..., Any] | None = None,
+    checkpoint_has_tables: bool = False,
     compile: Compile | None = None,
     imports: Iterable[str] = (),
     later: Mapping[str, Callable[..., Any]] | None = None,
@@ -298,6 +332,10 @@ def trainer(
     rank 0 makes it with the planner as it is, and the others wait. Planning is Python: on `plan_lane="process:plan"` it
     leaves the interpreter to other steps, and model, planner and sharders must be picklable.
 
+    Tables are filled once, not twice as TorchRec does, with the same values (see `initopt.fill_once`), or as ever with
+    `fill_once=False`. With `checkpoint_has_tables` they are not filled before `checkpoint` has run: until then they
+    hold NaN, so no other step may read them. What it has not written is filled then, as TorchRec would have.
+
     `dense_optimizer` is called with the parameters that no optimizer of the tables has, and returns theirs.
 
     `imports` names modules that a step `heavy_imports` imports, beside `store`, and beside `process_group` as long as
@@ -310,6 +348,8 @@ def trainer(
     and each collective until the first training step has ended; then `collective_timeout` holds, if it is given.
     `labels` go with the record.
     """
+    if checkpoint_has_tables and (checkpoint is None or not fill_once):
+        raise ValueError("checkpoint_has_tables needs a `checkpoint` and fill_once=True")
     start = TrainerStartup(name, timeout, labels=tuple(labels), collective_timeout=collective_timeout, compile=compile)
     start.later = dict(later or {})
     if isinstance(imports, str):
@@ -377,7 +417,12 @@ def trainer(
         from torchrec.distributed.model_parallel import DistributedModelParallel
 
         place.enter()
-        return DistributedModelParallel(module=model, device=place.device, plan=sharding_plan, sharders=sharders)
+        filling = initopt.fill_once(restored=checkpoint_has_tables) if fill_once else nullcontext()
+        with filling as filled:
+            sharded = DistributedModelParallel(module=model, device=place.device, plan=sharding_plan, sharders=sharders)
+        if filled is not None:
+            start.filled(filled)
+        return sharded
 
     def optimizer(place: Place, dmp: Any) -> Any:
         from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -424,7 +469,8 @@ def trainer(
     step(dmp, "dmp", "train_module_creation", lane="comms", uses="rng", after=unsharded)
     step(optimizer, "optimizer", "init_plugins")
     if checkpoint is not None:
-        step(checkpoint, "checkpoint", "init_plugins", lane="comms", after="optimizer")
+        restore = _completed(checkpoint, start) if checkpoint_has_tables else checkpoint
+        step(restore, "checkpoint", "init_plugins", lane="comms", after="optimizer")
     step(
         _started(loader, start),
         "loader",
@@ -442,6 +488,16 @@ def trainer(
     step(first_batch, "first_batch", "get_first_batch_data", lane="io:data", uses="rng")
     step(batches, "batches", "get_first_batch_data")
     return start
+
+
+def _completed(checkpoint: Callable[..., Any], start: TrainerStartup) -> Callable[..., Any]:
+    @functools.wraps(checkpoint)
+    def restore(*args: Any, **kwargs: Any) -> Any:
+        result = checkpoint(*args, **kwargs)
+        start.complete_tables()
+        return result
+
+    return restore
 
 
 def _compiles_ahead(start: TrainerStartup, compile: Compile) -> None:

@@ -227,27 +227,6 @@ def test_the_generators_are_the_other_threads_own_while_one_warms_up() -> None:
     assert functions == [random.setstate, torch.random.set_rng_state, torch.set_rng_state, torch.cuda.set_rng_state]
 
 
-def test_two_warm_ups_at_once_take_turns() -> None:
-    functions: list[Any] = [random.setstate, torch.set_rng_state]
-    inside = threading.Event()
-    order: list[str] = []
-
-    def second() -> None:
-        inside.wait()
-        with _warming():
-            order.append("second")
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    with _warming():
-        inside.set()
-        thread.join(0.1)
-        order.append("first")
-    thread.join()
-    assert order == ["first", "second"]
-    assert functions == [random.setstate, torch.set_rng_state]
-
-
 @pytest.mark.parametrize("tuning", ["all", "recorded"])
 def test_autotuning_is_cut_short_for_who_asks_and_learned_from_in_any_case(
     tuning: Any, monkeypatch: pytest.MonkeyPatch

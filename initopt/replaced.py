@@ -1,0 +1,77 @@
+"""A function of a module or class, replaced for the calls of one thread while a block runs, and put back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(eq=False)
+class _Replacement:
+    function: Callable[..., Any]
+    when: Callable[[], bool]
+    running: bool = False
+
+
+@dataclass
+class _Place:
+    """What stands in place of a function as long as some thread has replaced it."""
+
+    original: Callable[..., Any]
+    stored: Any
+    """Of a class it is not what an access gives, but a classmethod."""
+    by_thread: dict[int, list[_Replacement]] = field(default_factory=dict)
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        for replacement in reversed(self.by_thread.get(threading.get_ident(), [])):
+            # One that calls the function gets the one below, and in the end the original.
+            if not replacement.running and replacement.when():
+                replacement.running = True
+                try:
+                    return replacement.function(*args, **kwargs)
+                finally:
+                    replacement.running = False
+        return self.original(*args, **kwargs)
+
+
+_places: dict[tuple[int, str], _Place] = {}
+_changing = threading.Lock()
+
+
+@contextmanager
+def on_this_thread(
+    module: ModuleType | type, name: str, function: Callable[..., Any], when: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """Let `module.name` be `function` in calls of this thread, while `when` says so; others go where they went.
+
+    Where `function` itself calls `module.name` it gets what it replaced. Raises AttributeError if there is no such
+    function.
+    """
+    key, thread, replacement = (id(module), name), threading.get_ident(), _Replacement(function, when)
+    with _changing:
+        place = _places.get(key)
+        if place is None:
+            place = _places[key] = _Place(getattr(module, name), vars(module)[name])
+            _put(module, name, place)
+        place.by_thread.setdefault(thread, []).append(replacement)
+    try:
+        yield
+    finally:
+        with _changing:
+            place.by_thread[thread].remove(replacement)
+            if not place.by_thread[thread]:
+                del place.by_thread[thread]
+            if not place.by_thread:
+                del _places[key]
+                setattr(module, name, place.stored)
+
+
+def _put(module: ModuleType | type, name: str, place: _Place) -> None:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return place(args, kwargs)
+
+    setattr(module, name, call)

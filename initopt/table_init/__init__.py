@@ -1,0 +1,1 @@
+"""Tables of embeddings: allocated once, filled once, by as many threads as there are cores, with the same bytes."""
