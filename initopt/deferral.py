@@ -68,8 +68,7 @@ def together(run: Run) -> float:
 def _found(run: Run) -> list[tuple[Finding, Less]]:
     if not finished_ranks(run):
         return []
-    steps = _steps(run)
-    return [*steps, *_objects(run, {finding.what for finding, _ in steps}), *_imports(run)]
+    return [*_steps(run), *_objects(run), *_imports(run)]
 
 
 def not_needed(graph: Graph) -> tuple[str, ...]:
@@ -136,7 +135,9 @@ def _provided(graph: Graph, step: Step, idle: tuple[str, ...]) -> tuple[str, ...
     return tuple(provided)
 
 
-def _objects(run: Run, named: set[str]) -> list[tuple[Finding, Less]]:
+def _objects(run: Run) -> list[tuple[Finding, Less]]:
+    # A step that is not needed is found as a whole.
+    whole = () if run.graph is None else not_needed(run.graph)
     seen: defaultdict[tuple[Literal["loader", "group"], str, str], list[tuple[int, str, bool]]] = defaultdict(list)
     for one in run.unused:
         seen[one.what, one.call_site, one.step].append((one.rank, one.group, one.alone))
@@ -146,7 +147,7 @@ def _objects(run: Run, named: set[str]) -> list[tuple[Finding, Less]]:
         idle = {(rank, group) for rank, group, _ in made}
         # Ranks run the same lines: what only some of them left unused is needed.
         everywhere = _made_groups(run, place) <= idle if what == "group" else ranks == set(finished_ranks(run))
-        if step in named or not everywhere:
+        if step in whole or not everywhere:
             continue
         less: Less = {rank: {} for rank in finished_ranks(run)}
         if what == "group":

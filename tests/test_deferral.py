@@ -145,6 +145,14 @@ def test_a_step_that_is_needed_or_meets_others_has_no_known_saving(tmp_path: Pat
     assert one.saves is None
 
 
+def test_a_step_that_is_not_needed_is_found_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    made = (Unused("loader", "train.py:51", "val_loader"),)
+    found = findings(recorded(tmp_path / "long", Graph(STEPS), SECONDS, extra=made))
+    assert [one.what for one in found] == ["val_data", "val_loader"]
+    quick = {**SECONDS, "val_data": 0.001, "val_loader": 0.002}
+    assert findings(recorded(tmp_path / "quick", Graph(STEPS), quick, extra=made)) == ()
+
+
 def test_what_one_rank_used_is_needed(tmp_path: Path) -> None:
     made = (Unused("loader", "train.py:12", "validation", rank=1),)
     assert findings(recorded(tmp_path, None, SERIAL, extra=made, ranks=2)) == ()
