@@ -169,12 +169,13 @@ class _Watch:
 
         places = _places(op, function)
         payload = _PAYLOAD[op]
-        compiling = torch.compiler.is_compiling
+        # The other flag, `is_compiling`, is set for all threads while one of them compiles.
+        traced = torch.compiler.is_dynamo_compiling
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             # While a compiler traces through here it has to find torch's own function, which it knows.
-            if not self.on or compiling():
+            if not self.on or traced():
                 return function(*args, **kwargs)
             arguments = _Arguments(places, args, kwargs)
             outer: list[int] | None = getattr(self._thread, "bytes_inside", None)

@@ -186,6 +186,16 @@ def test_two_watches_both_see_a_call(group: None, listener: Listener) -> None:
     assert listener.calls() == other.calls() == [("broadcast_object_list", "world", 0)]
 
 
+def test_a_collective_is_seen_while_another_thread_compiles(
+    group: None, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert torch.compiler.is_compiling()
+    with watched(listener):
+        dist.barrier()
+    assert [meeting.op for meeting in listener.meetings] == ["barrier"]
+
+
 def test_a_compiled_region_finds_torchs_own_function(group: None, listener: Listener) -> None:
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor)
