@@ -26,6 +26,8 @@ from initopt import cache_view, picture, plan_view, report, trace
 from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
 from initopt.ett import LOST_WORK, Job
 from initopt.graph import Graph, GraphError
+from initopt.launch import agent as launching
+from initopt.launch.warm_workers import LaunchError
 from initopt.record import run_numbers, run_root
 from initopt.runs import RecordError, Run
 
@@ -56,13 +58,24 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     without_verb = verbs.isdisjoint(known) and first not in ("-h", "--help", "--version")
     if without_verb and (first[:1] in ("", "-") or _names_run(first)):
         known.insert(0, HOME)
+    words_of_launch = known[1:] if first == "launch" else []
+    if first == "launch":
+        # They are torchrun's and the script's: typer would take some for its own.
+        known = known[:1]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal that can't show a bar still gets the figures.
             stream.reconfigure(errors="replace")
     try:
-        app(known, prog_name="initopt")
-    except (RecordError, measuring.BenchError, picture.PlotError, StoreError, ValueError) as error:
+        app(known, prog_name="initopt", obj=words_of_launch)
+    except (
+        RecordError,
+        measuring.BenchError,
+        LaunchError,
+        picture.PlotError,
+        StoreError,
+        ValueError,
+    ) as error:
         print(f"initopt: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
@@ -326,6 +339,12 @@ def cache(
         store.entries(), store.documents(), place=store.place, asked=place or "", removed=removed, width=_width()
     )
     _show(view, as_json)
+
+
+@app.command()
+def launch(context: typer.Context) -> None:
+    """torchrun, with ranks forked from one import."""
+    launching.launch(context.obj)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

@@ -1,0 +1,111 @@
+"""What a fresh process has of its own and a forked one must be given: its environment and its random numbers."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+_BLOCKS = 200
+"""So many blocks of 624 numbers may imports draw and still count as not having seeded the generator."""
+
+
+class _Watched(type(os.environ)):  # type: ignore[misc]
+    """An environment that says which variables are asked for or changed by name. Copying all of it is not noticed."""
+
+    noticed: Callable[[str], None]
+    copied: str | None = None
+
+    def __getitem__(self, name: str) -> str:
+        if name != self.copied:
+            self.noticed(name)
+        return str(super().__getitem__(name))
+
+    def __setitem__(self, name: str, value: str) -> None:
+        self.noticed(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self.noticed(name)
+        super().__delitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for name in super().__iter__():
+                _Watched.copied = name
+                yield name
+        finally:
+            _Watched.copied = None
+
+
+@contextmanager
+def environment_users() -> Iterator[Mapping[str, str]]:
+    """Note who uses which variable of `os.environ` in the block: the module that did so first, by variable."""
+    users: dict[str, str] = {}
+    plain = type(os.environ)
+
+    def noticed(name: str) -> None:
+        if name not in users:
+            frame: Any = sys._getframe(2)
+            # The standard library asks on behalf of somebody: `os.getenv`, `get`, `setdefault`.
+            while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "_collections_abc", __name__):
+                frame = frame.f_back
+            users[name] = str(frame.f_globals.get("__name__"))
+
+    _Watched.noticed = staticmethod(noticed)
+    os.environ.__class__ = _Watched
+    try:
+        yield users
+    finally:
+        os.environ.__class__ = plain
+
+
+def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    """The variables that differ."""
+    return {name for name in (*before, *after) if before.get(name) != after.get(name)}
+
+
+def set_environment(before: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Change what differs between the two, and leave what imports have changed since `before` was the environment."""
+    for name in changed_variables(before, wanted):
+        if name in wanted:
+            os.environ[name] = wanted[name]
+        else:
+            os.environ.pop(name, None)
+
+
+class Generators:
+    """The generators of `random` and `numpy.random`, which each fresh process seeds from the system by itself.
+
+    Make one before the imports, call `imported` after them, and `fork` in each forked process: it has numbers of its
+    own then, unless a module seeded them while it was imported, which holds for each rank. (`torch`'s generators start
+    from a constant, so every rank may have the same state.)
+    """
+
+    def __init__(self) -> None:
+        self._seed = os.urandom(32)
+        self._seeded: Any = None
+        random.seed(self._seed)
+
+    def imported(self) -> None:
+        """Find out whether the imports seeded `random`."""
+        state = random.getstate()
+        ours = random.Random(self._seed)
+        for _ in range(_BLOCKS):
+            if ours.getstate()[1][:-1] == state[1][:-1]:
+                return
+            ours.getrandbits(32 * 624)
+        self._seeded = state
+
+    def fork(self) -> None:
+        """Give this process its own numbers. `random` has seeded itself after the fork."""
+        if self._seeded is not None:
+            random.setstate(self._seeded)
+        numbers = sys.modules.get("numpy.random")
+        generator = getattr(numbers, "get_bit_generator", None)
+        # Seeding leaves no sequence.
+        if generator is not None and getattr(generator(), "seed_seq", None) is not None:
+            sys.modules["numpy.random"].seed()

@@ -1,0 +1,175 @@
+"""The agent's side: start the process that imports once, and have it fork ranks that look like `subprocess.Popen`."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from initopt.launch.wire import receive, send
+
+_PATIENCE = 60.0
+"""Seconds that a fork may take. The process that forks has nothing else to do."""
+
+_AT_IMPORT = "OMP_NUM_THREADS"
+"""What native code reads while it is imported, and torchrun may set for the ranks."""
+
+
+class LaunchError(Exception):
+    """The ranks can't be forked. The text says which module is in the way, or what else, and the way out."""
+
+
+class WarmWorkers:
+    """Ranks of one host, forked from one process that has imported the modules that the program begins with.
+
+    `words`: the command line of a rank: interpreter, `-u`, perhaps `-m`, script or module, arguments. `preload`: the
+    modules to import instead of the program's own first imports, with commas between.
+    """
+
+    def __init__(self, words: Sequence[str], preload: str | None = None) -> None:
+        self.words = tuple(words)
+        self.preload = preload
+        self._environment: dict[str, str] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._ready = False
+
+    def begin(self, environment: Mapping[str, str], until: int | None = None) -> None:
+        """Start to import, and don't wait for the end. `environment`: what the imports see."""
+        self.end()
+        self._environment = dict(environment)
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = "from initopt.launch.warm_parent import main; main()"
+            self._process = subprocess.Popen(
+                [self.words[0], "-u", "-c", command, str(theirs.fileno())],
+                env=self._environment,
+                pass_fds=[theirs.fileno()],
+            )
+        with suppress(BrokenPipeError):
+            send(self._control, {"words": self.words, "preload": self.preload, "until": until})
+
+    def fork(self, environment: Mapping[str, str], stdout: int, stderr: int) -> ForkedRank:
+        """Start a rank, once the modules are imported; they are imported again if the process that did so is gone.
+
+        Raises LaunchError.
+        """
+        if self._process is None or (self._ready and self._process.poll() is not None):
+            self.begin(os.environ)
+        elif environment.get(_AT_IMPORT) != self._environment.get(_AT_IMPORT):
+            threads = {_AT_IMPORT: environment[_AT_IMPORT]} if _AT_IMPORT in environment else {}
+            self.begin({**{name: text for name, text in os.environ.items() if name != _AT_IMPORT}, **threads})
+        self._wait_for_imports()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        assert self._control is not None
+        with theirs:
+            try:
+                send(self._control, dict(environment), [theirs.fileno(), stdout, stderr])
+            except OSError as error:
+                raise LaunchError(self._death()) from error
+        if not select.select([mine], [], [], _PATIENCE)[0]:
+            raise LaunchError(f"process {self._pid}, which forks the ranks, has not done so within {_PATIENCE:.0f} s")
+        verdict, _, text = mine.recv(65536).decode().partition(" ")
+        if verdict == "refused":
+            raise LaunchError(text)
+        if verdict == "":
+            raise LaunchError(self._death())
+        if verdict != "started":
+            # It was killed before it could say its number.
+            return ForkedRank(self.words, 0, None, int(verdict))
+        return ForkedRank(self.words, int(text), mine)
+
+    def end(self) -> None:
+        """Let the process that forks go. The ranks must have ended."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            if not self._ready:
+                self._process.kill()  # it is importing, and would not notice
+            self._process.wait()
+        self._process, self._control, self._ready = None, None, False
+
+    @property
+    def _pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    def _wait_for_imports(self) -> None:
+        while not self._ready:
+            assert self._control is not None
+            got = receive(self._control)
+            if got is None:
+                raise LaunchError(self._death())
+            imported: dict[str, Any] = got[0]
+            if imported["refused"]:
+                raise LaunchError(imported["refused"])
+            if imported["rest"]:
+                _say(imported["rest"])
+            if imported["failed"] >= 0:
+                self.begin(self._environment, until=imported["failed"])
+                continue
+            _say(
+                f"imported once, for all ranks: {', '.join(dict.fromkeys(imported['modules'])) or 'nothing'} "
+                f"({imported['seconds']:.1f} s, {imported['cpu']:.2f} CPU seconds, process {self._pid})"
+            )
+            self._ready = True
+
+    def _death(self) -> str:
+        code = 0 if self._process is None else self._process.wait()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        when = "forks the ranks" if self._ready else "imports the modules for the ranks"
+        return f"process {self._pid}, which {when}, {how}; what it wrote stands above"
+
+
+class ForkedRank:
+    """A process that this one did not start, with the part of `subprocess.Popen` that torchelastic uses."""
+
+    def __init__(
+        self, words: Sequence[str], pid: int, line: socket.socket | None, returncode: int | None = None
+    ) -> None:
+        self.args = tuple(words)
+        self.pid = pid
+        self.returncode = returncode
+        self._line = line
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, None while it runs."""
+        if self.returncode is None and self._line is not None:
+            try:
+                # Left where it is: a signal's handler may raise before the next line.
+                text = self._line.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            self.returncode = int(text) if text else self._end_orphan()
+            self._line.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and give the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        if self.poll() is None and self._line is not None:
+            select.select([self._line], [], [], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def _end_orphan(self) -> int:
+        """The process that forked it is gone, and with it who could tell how it ends: it is ended here."""
+        _say(f"the process that forked the ranks is gone, so its rank {self.pid} is ended")
+        with suppress(ProcessLookupError):
+            ended = os.pidfd_open(self.pid)
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+                select.select([ended], [], [], _PATIENCE)
+            finally:
+                os.close(ended)
+        return -signal.SIGKILL
+
+
+def _say(text: str) -> None:
+    print(f"initopt launch: {text}", file=sys.stderr, flush=True)
