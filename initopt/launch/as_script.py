@@ -30,7 +30,7 @@ def own_folder(script: str, *, module: bool) -> str:
 
 def script_file(script: str) -> str:
     """The script's `__file__`."""
-    return os.path.join(os.getcwd(), script.removeprefix("./"))
+    return os.path.join(os.getcwd(), script)
 
 
 def run(words: Sequence[str]) -> NoReturn:
@@ -43,6 +43,7 @@ def run(words: Sequence[str]) -> NoReturn:
     sys.argv[:] = words[3 if module else 2 :]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
+    main.__annotations__ = {}
     sys.modules["__main__"] = main
     try:
         if module:
@@ -71,7 +72,6 @@ def _run_file(script: str, main: types.ModuleType) -> None:
         sys.exit(2)
     main.__file__ = path
     main.__cached__ = None  # type: ignore[attr-defined]
-    main.__annotations__ = {}
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 

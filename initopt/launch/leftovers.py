@@ -7,6 +7,8 @@ lock of the system or shared memory is one and the same in all of them.
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,6 +18,9 @@ from dataclasses import dataclass
 from initopt.process_tree import children
 
 _HARMLESS = frozenset({"/dev/full", "/dev/null", "/dev/random", "/dev/urandom", "/dev/zero"})
+
+_PATIENCE = 10.0
+"""Seconds for a process that only ends. It may wait for ever for a lock of a thread that it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,14 @@ class Traces:
 
     @classmethod
     def now(cls) -> Traces:
-        """As it is at this moment."""
-        return cls(threads(), frozenset(children()), dict(_open_files()), frozenset(_shared_memory()), _cuda())
+        """As it is at this moment. Native threads that their library ends at a fork are ended, and don't count."""
+        running = threads()
+        if running > 1 and threading.active_count() == 1:
+            # Numerical libraries (OpenBLAS) start threads when they are loaded, end them before a fork and start them
+            # when they are needed. A fork is the only way to find out.
+            _fork_for_trial()
+            running = threads()
+        return cls(running, frozenset(children()), dict(_open_files()), frozenset(_shared_memory()), _cuda())
 
     def since(self, before: Traces) -> list[str]:
         """One phrase for each thing that has come since, such as `started 2 threads`; empty if a fork is safe."""
@@ -56,6 +67,17 @@ class Traces:
 def threads() -> int:
     """The threads of this process, those of native code among them. Raises OSError without /proc."""
     return len(os.listdir("/proc/self/task"))
+
+
+def _fork_for_trial() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    ended = os.pidfd_open(child)
+    if not select.select([ended], [], [], _PATIENCE)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(ended)
+    os.waitpid(child, 0)
 
 
 def _open_files() -> Iterator[tuple[int, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,14 @@ class _Watched(type(os.environ)):  # type: ignore[misc]
     """An environment that says which variables are asked for or changed by name. Copying all of it is not noticed."""
 
     noticed: Callable[[str], None]
-    copied: str | None = None
+    copied: deque[str] = deque()
 
     def __getitem__(self, name: str) -> str:
-        if name != self.copied:
+        copied = _Watched.copied
+        if copied and name == copied[0]:
+            copied.popleft()
+        else:
+            copied.clear()
             self.noticed(name)
         return str(super().__getitem__(name))
 
@@ -33,12 +38,10 @@ class _Watched(type(os.environ)):  # type: ignore[misc]
         super().__delitem__(name)
 
     def __iter__(self) -> Iterator[str]:
-        try:
-            for name in super().__iter__():
-                _Watched.copied = name
-                yield name
-        finally:
-            _Watched.copied = None
+        # `dict(os.environ)` takes all names and then asks for each in turn, `os.environ.items()` for one at a time.
+        names = list(super().__iter__())
+        _Watched.copied = deque(names)
+        return iter(names)
 
 
 @contextmanager
@@ -51,7 +54,7 @@ def environment_users() -> Iterator[Mapping[str, str]]:
         if name not in users:
             frame: Any = sys._getframe(2)
             # The standard library asks on behalf of somebody: `os.getenv`, `get`, `setdefault`.
-            while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "_collections_abc", __name__):
+            while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc", __name__):
                 frame = frame.f_back
             users[name] = str(frame.f_globals.get("__name__"))
 

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 from initopt.launch.wire import receive, send
@@ -19,6 +20,12 @@ _PATIENCE = 60.0
 
 _AT_IMPORT = "OMP_NUM_THREADS"
 """What native code reads while it is imported, and torchrun may set for the ranks."""
+
+_BEGIN = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+    "from initopt.launch.warm_parent import main; del sys.path[0]; main()"
+)
+"""What the process runs: this very initopt, wherever it is."""
 
 
 class LaunchError(Exception):
@@ -46,9 +53,8 @@ class WarmWorkers:
         self._environment = dict(environment)
         self._control, theirs = socket.socketpair()
         with theirs:
-            command = "from initopt.launch.warm_parent import main; main()"
             self._process = subprocess.Popen(
-                [self.words[0], "-u", "-c", command, str(theirs.fileno())],
+                [self.words[0], "-u", "-c", _BEGIN, str(theirs.fileno())],
                 env=self._environment,
                 pass_fds=[theirs.fileno()],
             )
@@ -65,24 +71,25 @@ class WarmWorkers:
         elif environment.get(_AT_IMPORT) != self._environment.get(_AT_IMPORT):
             threads = {_AT_IMPORT: environment[_AT_IMPORT]} if _AT_IMPORT in environment else {}
             self.begin({**{name: text for name, text in os.environ.items() if name != _AT_IMPORT}, **threads})
-        self._wait_for_imports()
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        assert self._control is not None
-        with theirs:
+        control = self._wait_for_imports()
+        with ExitStack() as files:
+            mine, theirs = map(files.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             try:
-                send(self._control, dict(environment), [theirs.fileno(), stdout, stderr])
+                send(control, dict(environment), [theirs.fileno(), stdout, stderr])
             except OSError as error:
                 raise LaunchError(self._death()) from error
-        if not select.select([mine], [], [], _PATIENCE)[0]:
-            raise LaunchError(f"process {self._pid}, which forks the ranks, has not done so within {_PATIENCE:.0f} s")
-        verdict, _, text = mine.recv(65536).decode().partition(" ")
-        if verdict == "refused":
-            raise LaunchError(text)
-        if verdict == "":
-            raise LaunchError(self._death())
-        if verdict != "started":
-            # It was killed before it could say its number.
-            return ForkedRank(self.words, 0, None, int(verdict))
+            theirs.close()
+            if not select.select([mine], [], [], _PATIENCE)[0]:
+                raise LaunchError(f"process {self._pid}, which forks the ranks, did not within {_PATIENCE:.0f} s")
+            verdict, _, text = mine.recv(65536).decode().partition(" ")
+            if verdict == "refused":
+                raise LaunchError(text)
+            if verdict == "":
+                raise LaunchError(self._death())
+            if verdict != "started":
+                # It was killed before it could say its number.
+                return ForkedRank(self.words, 0, None, int(verdict))
+            files.pop_all()
         return ForkedRank(self.words, int(text), mine)
 
     def end(self) -> None:
@@ -99,9 +106,12 @@ class WarmWorkers:
     def _pid(self) -> int:
         return 0 if self._process is None else self._process.pid
 
-    def _wait_for_imports(self) -> None:
-        while not self._ready:
+    def _wait_for_imports(self) -> socket.socket:
+        """The connection to the process, which is ready to fork."""
+        while True:
             assert self._control is not None
+            if self._ready:
+                return self._control
             got = receive(self._control)
             if got is None:
                 raise LaunchError(self._death())
