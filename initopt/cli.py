@@ -58,16 +58,16 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     without_verb = verbs.isdisjoint(known) and first not in ("-h", "--help", "--version")
     if without_verb and (first[:1] in ("", "-") or _names_run(first)):
         known.insert(0, HOME)
-    words_of_launch = known[1:] if first == "launch" else []
-    if first == "launch":
-        # They are torchrun's and the script's: typer would take some for its own.
-        known = known[:1]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal that can't show a bar still gets the figures.
             stream.reconfigure(errors="replace")
     try:
-        app(known, prog_name="initopt", obj=words_of_launch)
+        if first == "launch":
+            # The words are torchrun's and the script's: typer would take some for its own.
+            launch(known[1:])
+        else:
+            app(known, prog_name="initopt")
     except (
         RecordError,
         measuring.BenchError,
@@ -342,9 +342,9 @@ def cache(
 
 
 @app.command()
-def launch(context: typer.Context) -> None:
+def launch(words: Annotated[list[str], typer.Argument(metavar="[OPTION]... SCRIPT [ARG]...")]) -> None:
     """torchrun, with ranks forked from one import."""
-    launching.launch(context.obj)
+    launching.launch(words)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

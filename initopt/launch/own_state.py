@@ -8,17 +8,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from typing import Any, ClassVar
 
 _BLOCKS = 200
 """So many blocks of 624 numbers may imports draw and still count as not having seeded the generator."""
+
+_TORCHMETRICS = "torchmetrics.utilities.prints"
 
 
 class _Watched(type(os.environ)):  # type: ignore[misc]
     """An environment that says which variables are asked for or changed by name. Copying all of it is not noticed."""
 
     noticed: Callable[[str], None]
-    copied: deque[str] = deque()
+    copied: ClassVar[deque[str]] = deque()
 
     def __getitem__(self, name: str) -> str:
         copied = _Watched.copied
@@ -45,18 +49,17 @@ class _Watched(type(os.environ)):  # type: ignore[misc]
 
 
 @contextmanager
-def environment_users() -> Iterator[Mapping[str, str]]:
-    """Note who uses which variable of `os.environ` in the block: the module that did so first, by variable."""
-    users: dict[str, str] = {}
+def environment_users() -> Iterator[Mapping[str, set[str]]]:
+    """Note who uses which variable of `os.environ` in the block: the modules, by variable."""
+    users: dict[str, set[str]] = {}
     plain = type(os.environ)
 
     def noticed(name: str) -> None:
-        if name not in users:
-            frame: Any = sys._getframe(2)
-            # The standard library asks on behalf of somebody: `os.getenv`, `get`, `setdefault`.
-            while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc", __name__):
-                frame = frame.f_back
-            users[name] = str(frame.f_globals.get("__name__"))
+        frame: Any = sys._getframe(2)
+        # The standard library asks on behalf of somebody: `os.getenv`, `get`, `setdefault`.
+        while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc", __name__):
+            frame = frame.f_back
+        users.setdefault(name, set()).add(str(frame.f_globals.get("__name__")))
 
     _Watched.noticed = staticmethod(noticed)
     os.environ.__class__ = _Watched
@@ -64,6 +67,26 @@ def environment_users() -> Iterator[Mapping[str, str]]:
         yield users
     finally:
         os.environ.__class__ = plain
+
+
+def askers(users: Mapping[str, set[str]], own: set[str]) -> Mapping[str, list[str]]:
+    """The modules that asked for one of the variables `own`, which only a rank has, and those of them they asked for.
+
+    Without those that `tell_known` tells later.
+    """
+    found: dict[str, list[str]] = {}
+    for variable in sorted(own & users.keys()):
+        for module in sorted(users[variable]):
+            if (module, variable) != (_TORCHMETRICS, "LOCAL_RANK"):
+                found.setdefault(module, []).append(variable)
+    return found
+
+
+def tell_known(before: Mapping[str, str]) -> None:
+    """Tell modules that are known to note their rank at import, when the environment was `before`: torchmetrics."""
+    only = getattr(sys.modules.get(_TORCHMETRICS), "rank_zero_only", None)
+    if only is not None and getattr(only, "rank", None) == int(before.get("LOCAL_RANK", "0")):
+        only.rank = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
@@ -81,20 +104,23 @@ def set_environment(before: Mapping[str, str], wanted: Mapping[str, str]) -> Non
 
 
 class Generators:
-    """The generators of `random` and `numpy.random`, which each fresh process seeds from the system by itself.
+    """The generators of `random`, `numpy.random` and `torch`, which a fresh process seeds from the system by itself.
 
     Make one before the imports, call `imported` after them, and `fork` in each forked process: it has numbers of its
-    own then, unless a module seeded them while it was imported, which holds for each rank. (`torch`'s generators start
-    from a constant, so every rank may have the same state.)
+    own then, unless a module seeded them while it was imported, which holds for each rank.
     """
 
     def __init__(self) -> None:
         self._seed = os.urandom(32)
         self._seeded: Any = None
+        self._torch = _TorchSeed()
         random.seed(self._seed)
+        sys.meta_path.insert(0, self._torch)
 
     def imported(self) -> None:
-        """Find out whether the imports seeded `random`."""
+        """Find out whether the imports seeded `random`, and stop looking out for torch."""
+        if self._torch in sys.meta_path:
+            sys.meta_path.remove(self._torch)
         state = random.getstate()
         ours = random.Random(self._seed)
         for _ in range(_BLOCKS):
@@ -112,3 +138,33 @@ class Generators:
         # Seeding leaves no sequence.
         if generator is not None and getattr(generator(), "seed_seq", None) is not None:
             sys.modules["numpy.random"].seed()
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.initial_seed() == self._torch.seed:
+            # Of the CPU only: those of devices start from a constant.
+            torch.default_generator.seed()
+
+
+class _TorchSeed:
+    """Notes the seed that torch has given itself as soon as it is imported, and is seen by nobody: see PEP 451."""
+
+    def __init__(self) -> None:
+        self.seed: int | None = None
+        self._loader: Any = None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            self._loader = spec.loader
+            spec.loader = self  # type: ignore[assignment]
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self.seed = module.initial_seed()

@@ -25,7 +25,14 @@ from typing import Any
 from initopt.launch import as_script
 from initopt.launch.first_imports import import_first
 from initopt.launch.leftovers import threads
-from initopt.launch.own_state import Generators, changed_variables, environment_users, set_environment
+from initopt.launch.own_state import (
+    Generators,
+    askers,
+    changed_variables,
+    environment_users,
+    set_environment,
+    tell_known,
+)
 from initopt.launch.wire import receive, send
 
 GRACE = 30.0
@@ -76,7 +83,7 @@ class _Rank:
 
 
 class _Parent:
-    def __init__(self, control: socket.socket, start: Mapping[str, str], users: Mapping[str, str]) -> None:
+    def __init__(self, control: socket.socket, start: Mapping[str, str], users: Mapping[str, set[str]]) -> None:
         self._control = control
         self._start = start
         self._users = users
@@ -141,13 +148,12 @@ class _Parent:
     def _reason(self, environment: Mapping[str, str]) -> str:
         if (running := threads()) != 1:
             return f"the process that forks the ranks has {running} threads"
-        own = sorted(self._users.keys() & changed_variables(self._start, environment))
-        if not own:
-            return ""
-        return (
-            f"{self._users[own[0]]} uses {', '.join(own)} from the environment while it is imported, which only a rank "
-            "has. Let each rank import it: leave it, and what imports it, out by --preload; or use torchrun"
-        )
+        for module, variables in askers(self._users, changed_variables(self._start, environment)).items():
+            return (
+                f"{module} uses {', '.join(variables)} from the environment while it is imported, which only a rank "
+                "has. Let each rank import it: leave it, and what imports it, out by --preload; or use torchrun"
+            )
+        return ""
 
     def _become_rank(self, environment: Mapping[str, str], line: socket.socket, outputs: list[int], mask: Any) -> None:
         os.setsid()
@@ -160,6 +166,7 @@ class _Parent:
                 os.dup2(output, number)
                 os.close(output)
         set_environment(self._start, environment)
+        tell_known(self._start)
         for number, handler in self._handlers.items():
             if handler is not None:
                 signal.signal(number, handler)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from initopt.launch.warm_workers import LaunchError, WarmWorkers
 from tests.launch.forking import LIMIT, Job, job
@@ -86,6 +87,15 @@ def test_a_seed_that_a_module_sets_holds_in_every_rank() -> None:
     )
     own, numbers = random.Random(7), numpy.random.RandomState(7)
     expected = [str(own.random()), str(numbers.rand())]
+    assert _words_of_two() == [expected, expected]
+
+
+def test_torch_s_seed_holds_where_a_module_sets_it_and_is_a_rank_s_own_elsewhere() -> None:
+    write("import torch\nprint(torch.rand(1).item())")
+    first, second = _words_of_two()
+    assert first != second
+    write("import seeds, torch\nprint(torch.rand(1).item())", seeds="import torch\ntorch.manual_seed(7)")
+    expected = [str(torch.rand(1, generator=torch.Generator().manual_seed(7)).item())]
     assert _words_of_two() == [expected, expected]
 
 
