@@ -62,7 +62,8 @@ def import_first(script: str, *, module: bool, preload: str | None, until: int |
             if traces := Traces.now().since(before):
                 found.refused = _refusal(step, traces, found.modules)
                 break
-            found.modules += [name for name in step.names if not _standard(name)]
+            imported = step.names if step.statement is None else imports([step.statement], sys.modules)
+            found.modules += [name for name in imported if not _standard(name)]
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
         if preload is not None:
@@ -83,6 +84,7 @@ class _Step:
     words: str
     code: CodeType
     names: tuple[str, ...]
+    statement: ast.stmt | None = None
 
     @property
     def needed(self) -> set[str]:
@@ -128,7 +130,7 @@ def _of_file(file: str, space: dict[str, Any], found: Imported) -> Iterator[_Ste
     for statement in prefix.statements:
         code = compile(ast.Module([statement], []), file, "exec", dont_inherit=True)
         text = ast.unparse(statement).splitlines()[0]
-        yield _Step(f"`{text}` ({name}, line {statement.lineno})", code, tuple(imports([statement])))
+        yield _Step(f"`{text}` ({name}, line {statement.lineno})", code, tuple(imports([statement])), statement)
     rest = [module for module in prefix.rest if not _standard(module)]
     if rest:
         found.rest = (

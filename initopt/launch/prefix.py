@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 _QUIET_CALLS = frozenset(
@@ -59,15 +59,21 @@ def prefix_of(source: str | bytes, name: str) -> Prefix:
     return Prefix(tuple(run))
 
 
-def imports(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """The absolute names that these statements import, those inside of `try` among them."""
+def imports(statements: Sequence[ast.stmt], known: Container[str] = ()) -> Iterator[str]:
+    """The absolute names of the modules that these statements import, those inside of `try` among them.
+
+    What stands behind `from x import` may be a module, too: it is if `known` (such as `sys.modules`) has it.
+    """
     for statement in statements:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            yield statement.module
+            parts = [name for alias in statement.names if (name := f"{statement.module}.{alias.name}") in known]
+            yield from parts or [statement.module]
         elif isinstance(statement, ast.Try):
-            yield from imports([child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)])
+            yield from imports(
+                [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)], known
+            )
 
 
 def _only_defines(statement: ast.stmt) -> bool:

@@ -38,12 +38,16 @@ from initopt.launch.wire import receive, send
 GRACE = 30.0
 """Seconds that ranks get to end by themselves when the agent is gone: torchelastic's own default."""
 
+IMPORT_SECONDS = 0.0
+"""How long the imports took before this process was forked, as a record of it must say; 0 where it was not."""
+
 _SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """What is sent to a whole job reaches the ranks through the agent, as under torchrun."""
 
 
 def main() -> None:
     """Import what the first message names and fork a rank per request; goes on as a rank, never as the parent."""
+    global IMPORT_SECONDS
     control = socket.socket(fileno=int(sys.argv[1]))
     got = receive(control)
     if got is None:
@@ -59,8 +63,9 @@ def main() -> None:
     with environment_users() as users:
         found = import_first(script, module=module, preload=plan["preload"], until=plan["until"])
     generators.imported()
+    IMPORT_SECONDS = time.monotonic() - began
     with suppress(BrokenPipeError):
-        send(control, {**asdict(found), "seconds": time.monotonic() - began, "cpu": time.process_time()})
+        send(control, {**asdict(found), "seconds": IMPORT_SECONDS, "cpu": time.process_time()})
     if found.refused or found.failed >= 0:
         os._exit(0)
     # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
@@ -148,7 +153,9 @@ class _Parent:
     def _reason(self, environment: Mapping[str, str]) -> str:
         if (running := threads()) != 1:
             return f"the process that forks the ranks has {running} threads"
-        for module, variables in askers(self._users, changed_variables(self._start, environment)).items():
+        # Not what the agent has set just as the imports did.
+        own = changed_variables(self._start, environment) & changed_variables(os.environ, environment)
+        for module, variables in askers(self._users, own).items():
             return (
                 f"{module} uses {', '.join(variables)} from the environment while it is imported, which only a rank "
                 "has. Let each rank import it: leave it, and what imports it, out by --preload; or use torchrun"

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from initopt import Run
 from tests.multirank.launch import MARK, REPOSITORY, marked
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -186,6 +187,7 @@ def test_ranks_of_the_real_libraries(tmp_path: Path) -> None:
         import torch.distributed as dist
         from torch.utils.data import DataLoader, Dataset
         from torchmetrics.utilities.prints import rank_zero_only
+        import initopt
 
         class Rows(Dataset):
             def __len__(self):
@@ -194,7 +196,9 @@ def test_ranks_of_the_real_libraries(tmp_path: Path) -> None:
                 return torch.tensor([row])
 
         if __name__ == "__main__":
-            dist.init_process_group("gloo")
+            with initopt.Recorder("launched", mode="stock", root=os.environ["PLACE"] + "/runs") as recorder:
+                with recorder.collectives(), initopt.step("process_group"):
+                    dist.init_process_group("gloo")
             total = torch.ones(1)
             dist.all_reduce(total)
             loader = DataLoader(Rows(), batch_size=2, num_workers=1, timeout=30)
@@ -211,6 +215,10 @@ def test_ranks_of_the_real_libraries(tmp_path: Path) -> None:
 
     assert launch.code == 0, launch.err
     first, second = map(json.loads, launch.out)
+    (recorded,) = tmp_path.glob("*/runs/0001")
+    header = Run.load(recorded).headers[1]
+    assert header.zero == "kernel"
+    assert re.fullmatch(r"imported once for all ranks, before their start: \d+\.\d s", *header.labels)
     # Nobody has seeded torch, and then ranks draw other numbers.
     assert first.pop("drawn") != second.pop("drawn")
     same = {"sum": 2.0, "batches": [[0, 1], [2, 3]], "loaders": ["SourceFileLoader"] * 2}
