@@ -7,6 +7,7 @@ pickles still look for the script's, and a traceback would begin with lines that
 from __future__ import annotations
 
 import builtins
+import gc
 import importlib.machinery
 import os
 import runpy
@@ -18,14 +19,9 @@ from typing import NoReturn
 
 
 def program(words: Sequence[str]) -> tuple[str, bool]:
-    """The script or module of the command line `words` (interpreter, `-u`, perhaps `-m`), and whether it's a module."""
+    """The script or module of the command line `words`, and whether it's a module."""
     module = words[2] == "-m"
     return words[3 if module else 2], module
-
-
-def own_folder(script: str, *, module: bool) -> str:
-    """What Python would put first on `sys.path`: the script's folder, for a module the current one."""
-    return os.getcwd() if module else os.path.dirname(os.path.realpath(script))
 
 
 def script_file(script: str) -> str:
@@ -33,18 +29,32 @@ def script_file(script: str) -> str:
     return os.path.join(os.getcwd(), script)
 
 
+def prepare(words: Sequence[str]) -> None:
+    """Make the command line `words` (interpreter, `-u`, perhaps `-m`, script, arguments) this process's own.
+
+    What is imported from now on sees `sys.argv`, `sys.path` and a `__main__` as the program's own imports would.
+    """
+    script, module = program(words)
+    sys.orig_argv[:] = words
+    sys.argv[:] = words[2:] if not module else ["-m", *words[4:]]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    main.__annotations__ = {}
+    if not module:
+        main.__file__ = script_file(script)
+        main.__cached__ = None  # type: ignore[attr-defined]
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
+    sys.modules["__main__"] = main
+
+
 def run(words: Sequence[str]) -> NoReturn:
-    """Run the command line `words` (interpreter, options, script, arguments) as the main program.
+    """Run the program for which `prepare` was called.
 
     Leaves by SystemExit or KeyboardInterrupt, which must reach the interpreter's top, or by another BaseException.
     """
     script, module = program(words)
-    sys.orig_argv[:] = words
-    sys.argv[:] = words[3 if module else 2 :]
-    main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    main.__annotations__ = {}
-    sys.modules["__main__"] = main
     try:
         if module:
             # Not public, but what `python -m` itself calls; it runs in the `__main__` that is there.
@@ -53,16 +63,18 @@ def run(words: Sequence[str]) -> NoReturn:
             sys.path.insert(0, script)
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         else:
-            _run_file(script, main)
+            _run_file(script_file(script))
     except Exception as error:
         kind, trace = type(error), _without_us(error.__traceback__)
         sys.excepthook(kind, error.with_traceback(trace), trace)
         sys.exit(1)
+    finally:
+        # What was frozen before the fork takes part in the last collection, as ever.
+        gc.unfreeze()
     sys.exit(0)
 
 
-def _run_file(script: str, main: types.ModuleType) -> None:
-    path = script_file(script)
+def _run_file(path: str) -> None:
     try:
         with open(path, "rb") as file:
             source = file.read()
@@ -70,10 +82,7 @@ def _run_file(script: str, main: types.ModuleType) -> None:
         # Python's own words and exit code.
         print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         sys.exit(2)
-    main.__file__ = path
-    main.__cached__ = None  # type: ignore[attr-defined]
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+    exec(compile(source, path, "exec", dont_inherit=True), vars(sys.modules["__main__"]))
 
 
 def _without_us(trace: TracebackType | None) -> TracebackType | None:

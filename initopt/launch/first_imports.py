@@ -7,7 +7,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from itertools import islice
 from types import CodeType
 from typing import Any
@@ -69,11 +71,8 @@ def import_first(script: str, *, module: bool, preload: str | None, until: int |
         if preload is not None:
             found.refused = f"--preload: {step.words} raised {why}"
         else:
-            found.failed = max(at, 0)
-            found.rest = (
-                f"{step.words if at >= 0 else script} raised {why} before the ranks were there, so each rank imports "
-                "that and what follows itself"
-            )
+            found.failed = at
+            found.rest = f"{step.words} raised {why} before there was a rank, so each imports that and the rest itself"
     return found
 
 
@@ -110,13 +109,21 @@ def _of_script(script: str, module: bool, space: dict[str, Any], found: Imported
     package = script.rpartition(".")[0]
     if package:
         yield _import(package)
-    spec = importlib.util.find_spec(script)
+    spec = _spec(script)
     if spec is not None and spec.submodule_search_locations is not None:
         yield _import(script)
-        package, spec = script, importlib.util.find_spec(f"{script}.__main__")
+        package, spec = script, _spec(f"{script}.__main__")
     if spec is not None and spec.origin is not None:
+        sys.argv[0] = sys.modules["__main__"].__file__ = spec.origin
         space["__package__"] = package
         yield from _of_file(spec.origin, space, found)
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, AttributeError, ValueError):
+        return None  # each rank says what is wrong with it
 
 
 def _of_file(file: str, space: dict[str, Any], found: Imported) -> Iterator[_Step]:
@@ -128,6 +135,7 @@ def _of_file(file: str, space: dict[str, Any], found: Imported) -> Iterator[_Ste
         return  # each rank says what is wrong with it
     space["__file__"] = file
     for statement in prefix.statements:
+        _make_absolute(statement, space.get("__package__"))
         code = compile(ast.Module([statement], []), file, "exec", dont_inherit=True)
         text = ast.unparse(statement).splitlines()[0]
         yield _Step(f"`{text}` ({name}, line {statement.lineno})", code, tuple(imports([statement])), statement)
@@ -137,6 +145,14 @@ def _of_file(file: str, space: dict[str, Any], found: Imported) -> Iterator[_Ste
             f"{name} runs line {prefix.stopped} before it imports {_few(rest)}, so each rank imports that itself. If "
             f"the order does not matter, name what to import once: --preload {_option(found.modules + rest)}"
         )
+
+
+def _make_absolute(statement: ast.stmt, package: str | None) -> None:
+    for node in ast.walk(statement):
+        if package and isinstance(node, ast.ImportFrom) and node.level:
+            with suppress(ImportError):
+                name = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                node.module, node.level = name.rstrip("."), 0
 
 
 def _refusal(step: _Step, traces: list[str], safe: list[str]) -> str:

@@ -54,9 +54,8 @@ def main() -> None:
         os._exit(1)
     plan = got[0]
     words: list[str] = plan["words"]
+    as_script.prepare(words)
     script, module = as_script.program(words)
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = as_script.own_folder(script, module=module)
     began = time.monotonic()
     start = dict(os.environ)
     generators = Generators()

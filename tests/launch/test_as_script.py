@@ -110,7 +110,10 @@ def test_a_signal_ends_it_as_ever(tmp_path: Path, number: signal.Signals) -> Non
 STATE = """
 import gc, json, os, resource, signal, sys, threading, warnings
 import multiprocessing, multiprocessing.forkserver, multiprocessing.process, multiprocessing.resource_tracker
-from beside import HERE
+try:
+    from .beside import HERE
+except ImportError:
+    from beside import HERE
 
 def stream(file):
     parts = file.encoding, file.errors, file.line_buffering, file.write_through, type(file.buffer).__name__
@@ -152,7 +155,8 @@ def test_it_looks_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how:
         (tmp_path / folder).mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "beside.py").write_text("HERE = 'beside the current folder'")
-    (tmp_path / "package" / "beside.py").write_text("import os\nHERE = __file__\nos.environ['BESIDE'] = 'imported'")
+    seen = "[__file__, sys.argv, sys.path[0], getattr(sys.modules['__main__'], '__file__', None)]"
+    (tmp_path / "package" / "beside.py").write_text(f"import os, sys\nHERE = {seen}\nos.environ['BESIDE'] = 'imported'")
     (tmp_path / "package" / "state.py").write_text(STATE)
     (tmp_path / "links" / "state.py").symlink_to(tmp_path / "package" / "state.py")
     words = {"script": ("./package/state.py",), "module": ("-m", "package.state"), "link": ("links/state.py",)}[how]

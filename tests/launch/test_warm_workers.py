@@ -124,6 +124,11 @@ REFUSED = {
         "import threading\nthreading.Thread(target=threading.Event().wait, name='watch', daemon=True).start()",
         r"`import odd` \(script.py, line 2\) started 1 thread \(watch\): ranks .* --preload numpy; or use torchrun",
     ),
+    "native thread": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\n"
+        "libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.pause, None)",
+        r"started 1 thread \(in native code\)",
+    ),
     "socket": ("import socket\nline = socket.socket()", "left open a socket"),
     "file lock": (
         "import fcntl\nheld = open('lock', 'w')\nfcntl.flock(held, fcntl.LOCK_EX)",
@@ -140,6 +145,14 @@ def test_a_module_that_leaves_something_behind_is_refused(text: str, reason: str
     write("import numpy\nimport odd\nprint('ran')", odd=text)
     with job("script.py") as ranks, pytest.raises(LaunchError, match=reason):
         ranks.rank()
+
+
+def test_threads_that_a_library_ends_at_a_fork_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # OpenBLAS then starts one when numpy is imported
+    write("import numpy\nprint((numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum())")
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "27000000.0\n"
 
 
 def test_a_module_that_asks_for_its_rank_is_refused_before_there_is_one(mark: str) -> None:
@@ -171,7 +184,9 @@ def test_a_module_that_breaks_without_a_rank_is_left_to_the_ranks(capfd: pytest.
     with job("script.py") as ranks:
         ranks.rank()
         assert ranks.ended().out == "True 0\n"
-    assert "`import breaks` (script.py, line 2) raised KeyError: 'RANK' before the ranks" in capfd.readouterr().err
+    assert (
+        "`import breaks` (script.py, line 2) raised KeyError: 'RANK' before there was a rank" in capfd.readouterr().err
+    )
 
 
 def test_a_wrong_name_in_preload_is_an_error() -> None:
