@@ -6,8 +6,8 @@
 Starts are in pairs, torchrun and `initopt launch` in turn, in fresh processes. Import CPU: the CPU seconds of all ranks
 from the start of their process until their imports are done, and of the process that imports for them. Whole CPU: of
 the command with all that it started, to its end, which is after five steps. First batch: wall time from the start of
-the command until the slowest rank has done its first step. Restart: from the moment that a rank was killed, when its
-imports were done, until the slowest rank of the next attempt has done its first step.
+the command until the slowest rank has done its first step. Restart: from the moment that a rank was killed, after its
+last step, until the slowest rank of the next attempt has done its first step.
 """
 
 from __future__ import annotations

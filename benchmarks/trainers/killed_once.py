@@ -1,4 +1,4 @@
-"""The stock trainer, whose last rank is killed in its first attempt when its imports are done and training would begin.
+"""The stock trainer, whose last rank is killed in its first attempt, after its last step.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 benchmarks/trainers/killed_once.py
 
@@ -20,8 +20,8 @@ sys.path.insert(
 from benchmarks.trainers import dlrm_stock
 
 if __name__ == "__main__":
+    dlrm_stock.main()
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         print(f"killed at {time.time():.3f}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    dlrm_stock.main()

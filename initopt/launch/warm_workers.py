@@ -32,6 +32,10 @@ class LaunchError(Exception):
     """The ranks can't be forked. The text says which module is in the way, or what else, and the way out."""
 
 
+class _Gone(LaunchError):
+    """The process that imports and forks has ended."""
+
+
 class WarmWorkers:
     """Ranks of one host, forked from one process that has imported the modules that the program begins with.
 
@@ -46,6 +50,7 @@ class WarmWorkers:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready = False
+        self._ranks: list[ForkedRank] = []
 
     def begin(self, environment: Mapping[str, str], until: int | None = None) -> None:
         """Start to import, and don't wait for the end. `environment`: what the imports see."""
@@ -66,18 +71,24 @@ class WarmWorkers:
 
         Raises LaunchError.
         """
-        if self._process is None or (self._ready and self._process.poll() is not None):
-            self.begin(os.environ)
-        elif environment.get(_AT_IMPORT) != self._environment.get(_AT_IMPORT):
-            threads = {_AT_IMPORT: environment[_AT_IMPORT]} if _AT_IMPORT in environment else {}
-            self.begin({**{name: text for name, text in os.environ.items() if name != _AT_IMPORT}, **threads})
+        rest = {name: text for name, text in os.environ.items() if name != _AT_IMPORT}
+        at_import = {_AT_IMPORT: environment[_AT_IMPORT]} if _AT_IMPORT in environment else {}
+        if self._process is None or environment.get(_AT_IMPORT) != self._environment.get(_AT_IMPORT):
+            self.begin({**rest, **at_import})
+        elif self._ready:
+            with suppress(_Gone):
+                return self._fork(environment, stdout, stderr)
+            self.begin({**rest, **at_import})
+        return self._fork(environment, stdout, stderr)
+
+    def _fork(self, environment: Mapping[str, str], stdout: int, stderr: int) -> ForkedRank:
         control = self._wait_for_imports()
         with ExitStack() as files:
             mine, theirs = map(files.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             try:
                 send(control, dict(environment), [theirs.fileno(), stdout, stderr])
             except OSError as error:
-                raise LaunchError(self._death()) from error
+                raise _Gone(self._death()) from error
             theirs.close()
             if not select.select([mine], [], [], _PATIENCE)[0]:
                 raise LaunchError(f"process {self._pid}, which forks the ranks, did not within {_PATIENCE:.0f} s")
@@ -85,21 +96,26 @@ class WarmWorkers:
             if verdict == "refused":
                 raise LaunchError(text)
             if verdict == "":
-                raise LaunchError(self._death())
+                raise _Gone(self._death())
             if verdict != "started":
                 # It was killed before it could say its number.
                 return ForkedRank(self.words, 0, None, int(verdict))
             files.pop_all()
-        return ForkedRank(self.words, int(text), mine)
+        rank = ForkedRank(self.words, int(text), mine)
+        self._ranks.append(rank)
+        return rank
 
     def end(self) -> None:
-        """Let the process that forks go. The ranks must have ended."""
+        """Let the process that forks go, and with it ranks that it still has."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
             if not self._ready:
                 self._process.kill()  # it is importing, and would not notice
             self._process.wait()
+        for rank in self._ranks:
+            rank.poll()
+        self._ranks.clear()
         self._process, self._control, self._ready = None, None, False
 
     @property
@@ -114,7 +130,7 @@ class WarmWorkers:
                 return self._control
             got = receive(self._control)
             if got is None:
-                raise LaunchError(self._death())
+                raise _Gone(self._death())
             imported: dict[str, Any] = got[0]
             if imported["refused"]:
                 raise LaunchError(imported["refused"])
@@ -137,7 +153,10 @@ class WarmWorkers:
 
 
 class ForkedRank:
-    """A process that this one did not start, with the part of `subprocess.Popen` that torchelastic uses."""
+    """A process that this one did not start, with the part of `subprocess.Popen` that torchelastic uses.
+
+    `line` is the connection on which the process that forked it tells its exit code.
+    """
 
     def __init__(
         self, words: Sequence[str], pid: int, line: socket.socket | None, returncode: int | None = None
@@ -146,6 +165,8 @@ class ForkedRank:
         self.pid = pid
         self.returncode = returncode
         self._line = line
+        # The number is its own for now: it is not waited for before the line is closed.
+        self._alive = os.pidfd_open(pid) if line is not None else -1
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal, None while it runs."""
@@ -157,6 +178,7 @@ class ForkedRank:
                 return None
             self.returncode = int(text) if text else self._end_orphan()
             self._line.close()
+            os.close(self._alive)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -170,14 +192,11 @@ class ForkedRank:
 
     def _end_orphan(self) -> int:
         """The process that forked it is gone, and with it who could tell how it ends: it is ended here."""
-        _say(f"the process that forked the ranks is gone, so its rank {self.pid} is ended")
-        with suppress(ProcessLookupError):
-            ended = os.pidfd_open(self.pid)
-            try:
+        if not select.select([self._alive], [], [], 0)[0]:
+            _say(f"the process that forked the ranks is gone, so its rank {self.pid} is ended")
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-                select.select([ended], [], [], _PATIENCE)
-            finally:
-                os.close(ended)
+            select.select([self._alive], [], [], _PATIENCE)
         return -signal.SIGKILL
 
 

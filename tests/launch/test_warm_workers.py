@@ -234,6 +234,24 @@ def test_ranks_end_with_the_process_that_forked_them_and_the_next_comes_from_a_n
     assert f"the process that forked the ranks is gone, so its rank {first.pid} is ended" in capfd.readouterr().err
 
 
+def test_no_rank_is_left_where_the_next_cannot_be_forked(mark: str) -> None:
+    write("import signal\nsignal.pause()")
+    with job("script.py") as ranks:
+        first = ranks.rank()
+        os.kill(_parent_of(first.pid), signal.SIGKILL)
+        ranks.workers.end()
+        assert first.returncode == -signal.SIGKILL
+        assert gone(first.pid)
+
+
+def test_ranks_that_run_end_with_the_launch(mark: str) -> None:
+    write("import signal\nsignal.pause()")
+    with job("script.py") as ranks:
+        pids = [ranks.rank().pid, ranks.rank().pid]
+        ranks.workers.end()
+        assert gone(*pids)
+
+
 def _parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
