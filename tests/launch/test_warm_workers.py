@@ -134,7 +134,7 @@ REFUSED = {
         "import fcntl\nheld = open('lock', 'w')\nfcntl.flock(held, fcntl.LOCK_EX)",
         r"left open .*/lock: ranks",
     ),
-    "device": ("device = open('/dev/tty0' if False else '/dev/kmsg')", "left open /dev/kmsg"),
+    "device": ("import os\nends = os.openpty()", "left open /dev/p"),
     "process": ("import subprocess\nhelper = subprocess.Popen(['cat'], stdin=subprocess.PIPE)", "started 1 process"),
     "lock of processes": ("import multiprocessing\nlock = multiprocessing.Lock()\nlock.acquire()", "made 1 block of"),
 }
