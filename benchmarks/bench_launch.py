@@ -65,7 +65,8 @@ def _run(launcher: str, ranks: int, root: Path, script: str, *options: str) -> t
     words = [*LAUNCHERS[launcher], "--standalone", f"--nproc-per-node={ranks}", *options]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     log = root / f"{launcher}.log"
-    variables = {**os.environ, "INITOPT_ROOT": str(root)}
+    # torchelastic's store outlives an attempt, and restarted gloo ranks may find the last one's addresses in it.
+    variables = {**os.environ, "INITOPT_ROOT": str(root), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     outcome = contain.run([*words, str(TRAINERS / script), *OPTIONS], env=variables, log=log, timeout=300.0)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     text = log.read_text(errors="replace")
