@@ -113,6 +113,7 @@ def main() -> None:
         for turn in range(chosen.pairs):
             print(f"{ranks} ranks, pair {turn + 1} of {chosen.pairs}", file=sys.stderr, flush=True)
             pairs.append((measure("torchrun", ranks, root), measure("launch", ranks, root)))
+            print(*pairs[-1], sep="\n", file=sys.stderr, flush=True)
         rows[ranks] = row(ranks, pairs)
         if chosen.save:
             RESULTS.write_text(_page(rows, Run.latest(root)))
