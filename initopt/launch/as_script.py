@@ -63,7 +63,8 @@ def run(words: Sequence[str]) -> NoReturn:
             sys.path.insert(0, script)
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         else:
-            _run_file(script_file(script))
+            # Not from the current folder, which a module may have changed.
+            _run_file(str(sys.modules["__main__"].__file__))
     except Exception as error:
         kind, trace = type(error), _without_us(error.__traceback__)
         sys.excepthook(kind, error.with_traceback(trace), trace)

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -137,7 +138,7 @@ def _of_file(file: str, space: dict[str, Any], found: Imported) -> Iterator[_Ste
     for statement in prefix.statements:
         _make_absolute(statement, space.get("__package__"))
         code = compile(ast.Module([statement], []), file, "exec", dont_inherit=True)
-        text = ast.unparse(statement).splitlines()[0]
+        text = textwrap.shorten(ast.unparse(statement).splitlines()[0], 80, placeholder=" ...")
         yield _Step(f"`{text}` ({name}, line {statement.lineno})", code, tuple(imports([statement])), statement)
     rest = [module for module in prefix.rest if not _standard(module)]
     if rest:

@@ -49,6 +49,7 @@ def main() -> None:
     """Import what the first message names and fork a rank per request; goes on as a rank, never as the parent."""
     global IMPORT_SECONDS
     control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
     got = receive(control)
     if got is None:
         os._exit(1)

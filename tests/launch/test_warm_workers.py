@@ -119,6 +119,24 @@ def test_what_a_module_changes_in_the_environment_holds_and_a_rank_has_its_own()
             assert ranks.ended().out == "0 by the module False of the rank\n"
 
 
+def test_a_module_that_changes_folder_or_path_or_arguments(folder: Path) -> None:
+    (folder / "lib").mkdir()
+    (folder / "lib" / "deep.py").write_text("")
+    write(
+        """
+        import sys
+        sys.path.insert(0, "lib")
+        import moves
+        import deep
+        print(sys.argv, sys.path.count("lib"), "added" in sys.path, __file__)
+        """,
+        moves="import os, sys\nos.chdir('/')\nsys.path.append('added')\nsys.argv.remove('--mine')",
+    )
+    with job("script.py", "--mine", "word") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == f"['script.py', 'word'] 1 True {folder}/script.py\n"
+
+
 REFUSED = {
     "thread": (
         "import threading\nthreading.Thread(target=threading.Event().wait, name='watch', daemon=True).start()",
