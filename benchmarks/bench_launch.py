@@ -130,7 +130,8 @@ def _page(rows: dict[int, str], last: Run) -> str:
     lines = (
         "# What imports cost, torchrun against `initopt launch`",
         "",
-        f"`python -m benchmarks.bench_launch --save`, one host of {header.cores} cores, {versions}.",
+        f"`python -m benchmarks.bench_launch --save`, one host of {header.cores} cores,",
+        f"{versions}.",
         "Medians torchrun -> launch, ratios of pairs with their range. Nothing is emulated. What each column is says",
         "[bench_launch.py](../bench_launch.py). State: the digests of all trained state, of all starts and restarts.",
         "",
