@@ -27,6 +27,8 @@ from initopt import cache_view, picture, plan_view, report, trace
 from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
 from initopt.ett import LOST_WORK, Job
 from initopt.graph import Graph, GraphError
+from initopt.launch import agent as launching
+from initopt.launch.warm_workers import LaunchError
 from initopt.record import run_numbers, run_root
 from initopt.runs import RecordError, Run
 
@@ -62,8 +64,19 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
             # A terminal that can't show a bar still gets the figures.
             stream.reconfigure(errors="replace")
     try:
-        app(known, prog_name="initopt")
-    except (RecordError, measuring.BenchError, picture.PlotError, StoreError, ValueError) as error:
+        if first == "launch":
+            # The words are torchrun's and the script's: typer would take some for its own.
+            launch(known[1:])
+        else:
+            app(known, prog_name="initopt")
+    except (
+        RecordError,
+        measuring.BenchError,
+        LaunchError,
+        picture.PlotError,
+        StoreError,
+        ValueError,
+    ) as error:
         print(f"initopt: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
@@ -348,6 +361,12 @@ def cache(
         store.entries(), store.documents(), place=store.place, asked=place or "", removed=removed, width=_width()
     )
     _show(view, as_json)
+
+
+@app.command()
+def launch(words: Annotated[list[str], typer.Argument(metavar="[OPTION]... SCRIPT [ARG]...")]) -> None:
+    """torchrun, with ranks forked from one import."""
+    launching.launch(words)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

@@ -354,3 +354,24 @@ def test_the_options_change_only_on_purpose() -> None:
         options = sorted(option for parameter in command.params for option in parameter.opts)
         lines.append(f"{name}: {' '.join(options)}")
     check_golden("options.txt", "\n".join(lines) + "\n")
+
+
+def test_the_words_of_launch_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(cli.launching, "launch", seen.append)
+    assert run("launch", "--standalone", "--", "train.py", "--json", "-h", "--", "blame") == 0
+    assert seen == [["--standalone", "--", "train.py", "--json", "-h", "--", "blame"]]
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["launch", "--help"])
+    assert seen[1] == ["--help"]
+
+
+def test_a_launch_that_is_refused_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(words: list[str]) -> None:
+        raise cli.LaunchError("`import odd` started 1 thread: use torchrun")
+
+    monkeypatch.setattr(cli.launching, "launch", refuse)
+    assert run("launch", "train.py") == 2
+    assert capsys.readouterr().err == "initopt: `import odd` started 1 thread: use torchrun\n"

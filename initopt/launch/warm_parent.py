@@ -1,0 +1,202 @@
+"""The process that imports a trainer's modules once and forks the ranks: one thread, no files, no devices of its own.
+
+It is started as a fresh interpreter, so that what it forks is what a fresh interpreter would be. Python's own fork
+server isn't used: what that forks is a child in `multiprocessing`'s eyes (no main process, the agent's resource tracker
+and authentication key, /dev/null as its input, this process as its next fork server), and ends without a program's exit
+handlers.
+
+The agent's end of the connection says when to leave: when the agent is gone, so are the ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from initopt.launch import as_script
+from initopt.launch.first_imports import import_first
+from initopt.launch.leftovers import threads
+from initopt.launch.own_state import (
+    Generators,
+    askers,
+    changed_variables,
+    environment_users,
+    set_environment,
+    tell_known,
+)
+from initopt.launch.wire import receive, send
+
+GRACE = 30.0
+"""Seconds that ranks get to end by themselves when the agent is gone: torchelastic's own default."""
+
+IMPORT_SECONDS = 0.0
+"""How long the imports took before this process was forked, as a record of it must say; 0 where it was not."""
+
+_SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""What is sent to a whole job reaches the ranks through the agent, as under torchrun."""
+
+
+def main() -> None:
+    """Import what the first message names and fork a rank per request; goes on as a rank, never as the parent."""
+    global IMPORT_SECONDS
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    got = receive(control)
+    if got is None:
+        os._exit(1)
+    plan = got[0]
+    words: list[str] = plan["words"]
+    as_script.prepare(words)
+    script, module = as_script.program(words)
+    began = time.monotonic()
+    start = dict(os.environ)
+    generators = Generators()
+    with environment_users() as users:
+        found = import_first(script, module=module, preload=plan["preload"], until=plan["until"])
+    generators.imported()
+    IMPORT_SECONDS = time.monotonic() - began
+    with suppress(BrokenPipeError):
+        send(control, {**asdict(found), "seconds": IMPORT_SECONDS, "cpu": time.process_time()})
+    if found.refused or found.failed >= 0:
+        os._exit(0)
+    # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
+    gc.freeze()
+    _Parent(control, start, users).fork_ranks()
+    generators.fork()
+    for folder in found.folders:
+        with suppress(ValueError):
+            sys.path.remove(folder)
+    as_script.run(words)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank that was forked, the connection to whoever waits for it, and a file that is readable when it has ended."""
+
+    pid: int
+    line: socket.socket
+    ended: int
+
+
+class _Parent:
+    def __init__(self, control: socket.socket, start: Mapping[str, str], users: Mapping[str, set[str]]) -> None:
+        self._control = control
+        self._start = start
+        self._users = users
+        self._ranks: dict[int, _Rank] = {}
+        self._handlers = {number: signal.getsignal(number) for number in _SHIELDED}
+
+    def fork_ranks(self) -> None:
+        """Serve the agent. Returns in each rank; ends the process when the agent is gone."""
+        for number in _SHIELDED:
+            signal.signal(number, signal.SIG_IGN)
+        waiting = select.poll()
+        waiting.register(self._control, select.POLLIN)
+        while True:
+            for file, _ in waiting.poll():
+                if file == self._control.fileno():
+                    got = receive(self._control)
+                    if got is None:
+                        self._end_ranks()
+                        os._exit(0)
+                    environment, (line, *outputs) = got
+                    if self._fork(environment, socket.socket(fileno=line), outputs, waiting):
+                        return
+                elif file in self._ranks:
+                    rank = self._ranks[file]
+                    if file == rank.ended:
+                        with suppress(OSError):  # nobody waits for it
+                            rank.line.send(str(_exit_code(rank.pid)).encode())
+                        waiting.unregister(file)
+                        # Its process id stays taken, so that nobody signals another, until the agent knows.
+                        self._ranks[rank.line.fileno()] = self._ranks.pop(file)
+                        waiting.register(rank.line, 0)
+                    else:
+                        waiting.unregister(file)
+                        del self._ranks[file]
+                        os.waitpid(rank.pid, 0)
+                        os.close(rank.ended)
+                        rank.line.close()
+
+    def _fork(self, environment: dict[str, str], line: socket.socket, outputs: list[int], waiting: select.poll) -> bool:
+        """Fork a rank, or say why not. Whether this is the rank."""
+        if reason := self._reason(environment):
+            with suppress(OSError):
+                line.send(f"refused {reason}".encode())
+            pid = 0
+        else:
+            # A signal waits until its own handler is in place again.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+            pid = os.fork()
+            if pid == 0:
+                self._become_rank(environment, line, outputs, mask)
+                return True
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            rank = _Rank(pid, line, os.pidfd_open(pid))
+            self._ranks[rank.ended] = rank
+            waiting.register(rank.ended, select.POLLIN)
+        for output in outputs:
+            os.close(output)
+        if pid == 0:
+            line.close()
+        return False
+
+    def _reason(self, environment: Mapping[str, str]) -> str:
+        if (running := threads()) != 1:
+            return f"the process that forks the ranks has {running} threads"
+        # Not what the agent has set just as the imports did.
+        own = changed_variables(self._start, environment) & changed_variables(os.environ, environment)
+        for module, variables in askers(self._users, own).items():
+            return (
+                f"{module} uses {', '.join(variables)} from the environment while it is imported, which only a rank "
+                "has. Let each rank import it: leave it, and what imports it, out by --preload; or use torchrun"
+            )
+        return ""
+
+    def _become_rank(self, environment: Mapping[str, str], line: socket.socket, outputs: list[int], mask: Any) -> None:
+        os.setsid()
+        self._control.close()
+        for rank in self._ranks.values():
+            os.close(rank.ended)
+            rank.line.close()
+        for output, number in zip(outputs, (1, 2), strict=True):
+            if output != number:
+                os.dup2(output, number)
+                os.close(output)
+        set_environment(self._start, environment)
+        tell_known(self._start)
+        for number, handler in self._handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        line.send(f"started {os.getpid()}".encode())
+        line.close()
+
+    def _end_ranks(self) -> None:
+        """End what is left of an agent that is gone, as the agent would have."""
+        left = {rank.ended: rank.pid for file, rank in self._ranks.items() if file == rank.ended}
+        deadline = time.monotonic() + GRACE
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in left.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+            while left and time.monotonic() < deadline:
+                ended, _, _ = select.select(list(left), [], [], deadline - time.monotonic())
+                for file in ended:
+                    del left[file]
+
+
+def _exit_code(pid: int) -> int:
+    """The exit code of a process that has ended, negative for a signal. It stays to be waited for."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

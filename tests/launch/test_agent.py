@@ -1,0 +1,108 @@
+"""What `initopt launch` understands, and what it leaves to torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed.elastic.multiprocessing.api as api
+
+from initopt.launch import agent
+from initopt.launch.warm_workers import LaunchError, WarmWorkers
+
+
+@pytest.fixture(autouse=True)
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[WarmWorkers]:
+    """What was begun to be imported; nothing is."""
+    found: list[WarmWorkers] = []
+
+    def begin(workers: WarmWorkers, environment: Mapping[str, str], until: int | None = None) -> None:
+        workers._environment = dict(environment)
+        found.append(workers)
+
+    monkeypatch.setattr(WarmWorkers, "begin", begin)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--no-python"], "--no-python: a program that isn't Python has no imports to share: use torchrun"),
+        (["--run-path"], "--run-path: a forked rank runs the script in its own process anyway: leave it out"),
+        (["--numa-binding=node"], "--numa-binding: .*: use torchrun"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: list[str], reason: str) -> None:
+    with pytest.raises(LaunchError, match=reason):
+        agent.launch([*options, "train.py"])
+
+
+def test_another_torch_is_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    with pytest.raises(LaunchError, match=r"torch 3\.0\.0 was not tested, only 2\.13\.\*: use torchrun"):
+        agent.launch(["train.py"])
+
+
+def test_a_torch_that_lacks_a_name_is_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(api, "get_subprocess_handler")
+    with pytest.raises(LaunchError, match=r"has no get_subprocess_handler: use torchrun"):
+        agent.launch(["train.py"])
+
+
+def test_help_is_torchrun_s_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        agent.launch(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: initopt launch")
+    assert "--preload MODULES" in text
+    assert "--max-restarts" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.py"], ("train.py",)),
+        (["--standalone", "--nproc-per-node", "2", "train.py", "--x", "-m"], ("train.py", "--x", "-m")),
+        (["--nproc_per_node=2", "-m", "pkg.train", "word"], ("-m", "pkg.train", "word")),
+        (["--rdzv-id", "7", "--max-restarts=3", "--module", "pkg.train"], ("-m", "pkg.train")),
+        (["--preload", "torch,a", "-t", "3", "train.py", "--preload", "b"], ("train.py", "--preload", "b")),
+    ],
+)
+def test_the_guess_is_what_torch_s_parser_says(
+    begun: list[WarmWorkers], monkeypatch: pytest.MonkeyPatch, words: list[str], expected: tuple[str, ...]
+) -> None:
+    monkeypatch.delenv("PYTHON_EXEC", raising=False)
+    run, _, _ = agent._torch()
+    seen = []
+    monkeypatch.setattr(run, "run", seen.append)
+
+    agent.launch(words)
+
+    (workers,) = begun
+    assert workers.words == (sys.executable, "-u", *expected)
+    assert workers.words == agent._command(seen[0])
+    assert workers.preload == ("torch,a" if "torch,a" in words else None)
+
+
+def test_threads_are_guessed_as_torchrun_sets_them(begun: list[WarmWorkers], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for words in (["--nproc-per-node", "2"], ["--nproc_per_node=gpu"], []):
+        agent._guess([*words, "train.py"])
+    assert [workers._environment.get("OMP_NUM_THREADS") for workers in begun] == ["1", "1", None]
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    agent._guess(["--nproc-per-node=2", "train.py"])
+    assert begun[-1]._environment == dict(os.environ)
+
+
+def test_handlers_are_torch_s_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = api.get_subprocess_handler
+    run, _, _ = agent._torch()
+    seen = []
+    monkeypatch.setattr(run, "run", lambda chosen: seen.append(api.get_subprocess_handler))
+    agent.launch(["train.py"])
+    assert seen[0] is not before
+    assert api.get_subprocess_handler is before

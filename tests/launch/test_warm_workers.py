@@ -1,0 +1,355 @@
+"""What a rank has of its own, what is refused, and who ends when something dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from initopt.launch.warm_workers import LaunchError, WarmWorkers
+from tests.launch.forking import LIMIT, Job, job
+from tests.multirank.launch import MARK, marked
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Bears all processes of the test, and none may be left."""
+    name = f"launch-{os.getpid()}-{random.random()}"
+    monkeypatch.setenv(MARK, name)
+    yield name
+    left = set(marked(name))
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def write(script: str, **modules: str) -> None:
+    for name, text in {"script": script, **modules}.items():
+        Path(f"{name}.py").write_text(textwrap.dedent(text))
+
+
+def gone(*pids: int) -> bool:
+    """Whether these processes end within the limit."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            file = os.pidfd_open(pid)
+            ended = select.select([file], [], [], LIMIT)[0]
+            os.close(file)
+            if not ended:
+                return False
+    return True
+
+
+def test_modules_are_imported_once() -> None:
+    write("import os, seen\nprint(seen.PID == os.getppid())", seen="import os\nPID = os.getpid()")
+    with job("script.py") as ranks:
+        for number in range(3):
+            ranks.rank()
+            assert ranks.ended(number).out == "True\n"
+
+
+def test_random_numbers_are_a_rank_s_own() -> None:
+    write("import random, numpy\nprint(random.random(), numpy.random.rand(), numpy.random.randint(1 << 60))")
+    assert not set(_words_of_two()[0]) & set(_words_of_two()[1])
+
+
+def test_random_numbers_that_imports_draw_do_not_make_ranks_alike() -> None:
+    write(
+        "import draws, random, numpy\nprint(random.random(), numpy.random.rand())",
+        draws="import random, numpy\n[random.random() for _ in range(1000)]\nnumpy.random.rand(1000)",
+    )
+    first, second = _words_of_two()
+    assert not set(first) & set(second)
+
+
+def test_a_seed_that_a_module_sets_holds_in_every_rank() -> None:
+    write(
+        "import seeds, random, numpy\nprint(random.random(), numpy.random.rand())",
+        seeds="import random, numpy\nrandom.seed(7)\nnumpy.random.seed(7)",
+    )
+    own, numbers = random.Random(7), numpy.random.RandomState(7)
+    expected = [str(own.random()), str(numbers.rand())]
+    assert _words_of_two() == [expected, expected]
+
+
+def test_torch_s_seed_holds_where_a_module_sets_it_and_is_a_rank_s_own_elsewhere() -> None:
+    write("import torch\nprint(torch.rand(1).item())")
+    first, second = _words_of_two()
+    assert first != second
+    write("import seeds, torch\nprint(torch.rand(1).item())", seeds="import torch\ntorch.manual_seed(7)")
+    expected = [str(torch.rand(1, generator=torch.Generator().manual_seed(7)).item())]
+    assert _words_of_two() == [expected, expected]
+
+
+def _words_of_two() -> list[list[str]]:
+    with job("script.py") as ranks:
+        ranks.rank()
+        ranks.rank()
+        return [ranks.ended(number).out.split() for number in (0, 1)]
+
+
+def test_what_a_module_changes_in_the_environment_holds_and_a_rank_has_its_own() -> None:
+    write(
+        "import sets, os\nprint(os.environ['RANK'], os.environ['SET'], 'GONE' in os.environ, os.environ['OWN'])",
+        sets="import os\nos.environ['SET'] = 'by the module'\nos.environ.pop('GONE', None)\ndict(os.environ)",
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("GONE", "1")
+        patched.setenv("OWN", "before")
+        with job("script.py") as ranks:
+            ranks.rank({"OWN": "of the rank"})
+            assert ranks.ended().out == "0 by the module False of the rank\n"
+
+
+def test_a_module_that_changes_folder_or_path_or_arguments(folder: Path) -> None:
+    (folder / "lib").mkdir()
+    (folder / "lib" / "deep.py").write_text("")
+    write(
+        """
+        import sys
+        sys.path.insert(0, "lib")
+        import moves
+        import deep
+        print(sys.argv, sys.path.count("lib"), "added" in sys.path, __file__)
+        """,
+        moves="import os, sys\nos.chdir('/')\nsys.path.append('added')\nsys.argv.remove('--mine')",
+    )
+    with job("script.py", "--mine", "word") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == f"['script.py', 'word'] 1 True {folder}/script.py\n"
+
+
+REFUSED = {
+    "thread": (
+        "import threading\nthreading.Thread(target=threading.Event().wait, name='watch', daemon=True).start()",
+        r"`import odd` \(script.py, line 2\) started 1 thread \(watch\): ranks .* --preload numpy; or use torchrun",
+    ),
+    "native thread": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\n"
+        "libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.pause, None)",
+        r"started 1 thread \(in native code\)",
+    ),
+    "socket": ("import socket\nline = socket.socket()", "left open a socket"),
+    "file lock": (
+        "import fcntl\nheld = open('lock', 'w')\nfcntl.flock(held, fcntl.LOCK_EX)",
+        r"left open .*/lock: ranks",
+    ),
+    "device": ("import os\nends = os.openpty()", "left open /dev/p"),
+    "process": ("import subprocess\nhelper = subprocess.Popen(['cat'], stdin=subprocess.PIPE)", "started 1 process"),
+    "lock of processes": ("import multiprocessing\nlock = multiprocessing.Lock()\nlock.acquire()", "made 1 block of"),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_module_that_leaves_something_behind_is_refused(text: str, reason: str, mark: str) -> None:
+    write("import numpy\nimport odd\nprint('ran')", odd=text)
+    with job("script.py") as ranks, pytest.raises(LaunchError, match=reason):
+        ranks.rank()
+
+
+def test_threads_that_a_library_ends_at_a_fork_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # OpenBLAS then starts one when numpy is imported
+    write("import numpy\nprint((numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum())")
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "27000000.0\n"
+
+
+def test_a_module_that_asks_for_its_rank_is_refused_before_there_is_one(mark: str) -> None:
+    write("import asks", asks="import deep", deep="import os\nPLACE = os.environ.get('RANK', '0')")
+    with job("script.py") as ranks, pytest.raises(LaunchError, match="deep uses RANK from the environment while"):
+        ranks.rank()
+
+
+def test_what_is_refused_works_when_it_is_left_out() -> None:
+    write(
+        "import odd\nprint(odd.thread.is_alive())",
+        odd=REFUSED["thread"][0]
+        .replace("threading.Thread", "thread = threading.Thread", 1)
+        .replace(".start()", "\nthread.start()"),
+    )
+    with job("script.py", preload="numpy") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "True\n"
+
+
+def test_a_module_that_breaks_without_a_rank_is_left_to_the_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    write(
+        "import early\nimport breaks\nprint(early.PID == os.getppid(), breaks.PLACE)".replace(
+            "import early", "import os, early", 1
+        ),
+        early="import os\nPID = os.getpid()",
+        breaks="import early, os\nearly.BROKEN = True\nPLACE = os.environ['RANK']",
+    )
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "True 0\n"
+    assert (
+        "`import breaks` (script.py, line 2) raised KeyError: 'RANK' before there was a rank" in capfd.readouterr().err
+    )
+
+
+def test_a_wrong_name_in_preload_is_an_error() -> None:
+    write("print('ran')")
+    with job("script.py", preload="numpi") as ranks, pytest.raises(LaunchError, match="No module named 'numpi'"):
+        ranks.rank()
+
+
+def test_a_rank_that_is_killed_leaves_the_others_alone_and_another_can_be_forked() -> None:
+    write("import sys\nsys.stdin.read() if False else None\nprint('up')\nimport signal\nsignal.pause()")
+    with job("script.py") as ranks:
+        first, second = ranks.rank(), ranks.rank()
+        os.kill(first.pid, signal.SIGKILL)
+        assert first.wait(LIMIT) == -signal.SIGKILL
+        assert second.poll() is None
+        third = ranks.rank()
+        os.killpg(third.pid, signal.SIGTERM)
+        assert third.wait(LIMIT) == -signal.SIGTERM
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(0)
+
+
+def test_a_rank_that_is_killed_while_it_is_forked(mark: str) -> None:
+    # Python runs this in the new process before anything of ours.
+    write(
+        "import dies",
+        dies="import os, signal\nos.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGKILL))",
+    )
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().code == -signal.SIGKILL
+
+
+def test_ranks_end_with_the_process_that_forked_them_and_the_next_comes_from_a_new_one(
+    mark: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write("import os, signal\nprint(os.getppid())\nsignal.pause() if os.environ['RANK'] == '0' else None")
+    with job("script.py") as ranks:
+        first = ranks.rank()
+        parent = _parent_of(first.pid)
+        os.kill(parent, signal.SIGKILL)
+        assert first.wait(LIMIT) == -signal.SIGKILL
+        ranks.rank()
+        assert ranks.ended(1).code == 0
+    assert f"the process that forked the ranks is gone, so its rank {first.pid} is ended" in capfd.readouterr().err
+
+
+def test_no_rank_is_left_where_the_next_cannot_be_forked(mark: str) -> None:
+    write("import signal\nsignal.pause()")
+    with job("script.py") as ranks:
+        first = ranks.rank()
+        os.kill(_parent_of(first.pid), signal.SIGKILL)
+        ranks.workers.end()
+        assert first.returncode == -signal.SIGKILL
+        assert gone(first.pid)
+
+
+def test_ranks_that_run_end_with_the_launch(mark: str) -> None:
+    write("import signal\nsignal.pause()")
+    with job("script.py") as ranks:
+        pids = [ranks.rank().pid, ranks.rank().pid]
+        ranks.workers.end()
+        assert gone(*pids)
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_process_that_dies_while_it_imports_is_named(mark: str) -> None:
+    write("import dies", dies="import os\nos.abort()")
+    with job("script.py") as ranks, pytest.raises(LaunchError, match="imports the modules for the ranks, was ended by"):
+        ranks.rank()
+
+
+def test_nobody_outlives_an_agent_that_is_killed(mark: str, folder: Path) -> None:
+    write("import signal\nsignal.pause()")
+    agent = """
+        import os, sys
+        from initopt.launch.warm_workers import WarmWorkers
+        workers = WarmWorkers((sys.executable, "-u", "script.py"))
+        workers.begin(os.environ)
+        print(*[workers.fork(os.environ, 1, 2).pid for _ in range(2)], workers._process.pid, flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(agent)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert process.wait(LIMIT) == -signal.SIGKILL
+    assert len(pids) == 3
+    assert gone(*pids)
+
+
+def test_what_is_sent_to_the_whole_job_does_not_end_the_process_that_forks() -> None:
+    write("print('ran')")
+    with job("script.py") as ranks:
+        parent = _parent_of(ranks.rank().pid)
+        ranks.ended()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(parent, number)
+        ranks.rank()
+        assert ranks.ended(1).out == "ran\n"
+
+
+def test_a_loader_that_forks_after_modules_were_imported_for_all(mark: str) -> None:
+    # As in a fork while another thread imports: here nobody else has the import lock.
+    write(
+        """
+        import slow
+        import multiprocessing
+        def read(queue):
+            import slow
+            queue.put(slow.X)
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("fork")
+            queue = context.SimpleQueue()
+            readers = [context.Process(target=read, args=(queue,)) for _ in range(2)]
+            for reader in readers:
+                reader.start()
+            print([queue.get() for _ in readers])
+            for reader in readers:
+                reader.join()
+        """,
+        slow="X = 1",
+    )
+    with job("script.py") as ranks:
+        ranks.rank()
+        ranks.rank()
+        assert [ranks.ended(number).out for number in (0, 1)] == ["[1, 1]\n"] * 2
+
+
+def test_threads_at_import_are_those_of_the_rank() -> None:
+    write(
+        "import threads_of\nprint(threads_of.COUNT)",
+        threads_of="import ctypes, os\nCOUNT = os.getenv('OMP_NUM_THREADS')",
+    )
+    workers = WarmWorkers((sys.executable, "-u", "script.py"))
+    made = Job(workers)
+    try:
+        workers.begin({**os.environ, "OMP_NUM_THREADS": "1"})
+        made.rank({"OMP_NUM_THREADS": "4"})
+        assert made.ended().out == "4\n"
+    finally:
+        workers.end()
+        made.folder.cleanup()
