@@ -224,7 +224,7 @@ class TrainerStartup(Startup):
                     f"{name!r} of `later` drew random numbers, after the first training step and not before it, so the "
                     "training would be another one. Give it a generator of its own, or make it a step"
                 )
-            recorder.note(f"{name} came after the first batch and took {recorder.now() - start:.1f}s", step=name)
+            recorder.note(f"came after the first batch and took {recorder.now() - start:.1f}s", step=name)
 
     def _keeping(self, ready: Ready) -> AbstractContextManager[None]:
         if self.compile is None or "compile_cache" not in ready.values:
@@ -235,7 +235,7 @@ class TrainerStartup(Startup):
     def filled(self, tables: Filled) -> None:
         """Leave in the record how the tables came to their values; keep it for what a checkpoint leaves to fill."""
         self._filled = tables
-        left_out, made, marked = (f"{size / 1e9:.2f} GB" for size in (tables.left_out, tables.made, tables.marked))
+        left_out, made, marked = (_size(size) for size in (tables.left_out, tables.made, tables.marked))
         if tables.left_out:
             self.note(f"{left_out} of tables were not filled twice")
         if tables.marked:
@@ -261,7 +261,7 @@ class TrainerStartup(Startup):
         """Fill what a checkpoint that has the tables did not write."""
         missing = self._filled.complete() if self._filled is not None else 0
         if missing:
-            self.note(f"{missing / 1e9:.2f} GB of tables were not in the checkpoint: filled as without one")
+            self.note(f"{_size(missing)} of tables were not in the checkpoint: filled as without one")
 
     def came_to_code(self, found: Any) -> None:
         """Leave in the record how this rank came to its compiled code."""
@@ -351,6 +351,8 @@ def trainer(
     if checkpoint_has_tables and (checkpoint is None or not fill_once):
         raise ValueError("checkpoint_has_tables needs a `checkpoint` and fill_once=True")
     start = TrainerStartup(name, timeout, labels=tuple(labels), collective_timeout=collective_timeout, compile=compile)
+    if later is not None and not isinstance(later, Mapping):
+        raise TypeError(f"later is a {type(later).__name__}: give a dict of names and factories")
     start.later = dict(later or {})
     if isinstance(imports, str):
         raise TypeError(f"imports is {imports!r}: give a tuple, ({imports!r},)")
@@ -488,6 +490,10 @@ def trainer(
     step(first_batch, "first_batch", "get_first_batch_data", lane="io:data", uses="rng")
     step(batches, "batches", "get_first_batch_data")
     return start
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _completed(checkpoint: Callable[..., Any], start: TrainerStartup) -> Callable[..., Any]:
