@@ -218,3 +218,5 @@ def test_what_comes_later_is_checked_before_anything_runs() -> None:
         small(config(), later={"validation": lambda plaice: 1}).run()
     with pytest.raises(GraphError, match=r"'model' of `later` is the name of a step"):
         small(config(), later={"model": lambda: 1}).run()
+    with pytest.raises(TypeError, match="later is a list: give a dict of names and factories"):
+        small(config(), later=[lambda: 1])
