@@ -25,6 +25,8 @@ class _Place:
     stored: Any
     """Of a class it is not what an access gives, but a classmethod."""
     by_thread: dict[int, list[_Replacement]] = field(default_factory=dict)
+    stands: Any = None
+    """The function that was put there, which asks this."""
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         for replacement in reversed(self.by_thread.get(threading.get_ident(), [])):
@@ -56,7 +58,7 @@ def on_this_thread(
         place = _places.get(key)
         if place is None:
             place = _places[key] = _Place(getattr(module, name), vars(module)[name])
-            _put(module, name, place)
+            place.stands = _put(module, name, place)
         place.by_thread.setdefault(thread, []).append(replacement)
     try:
         yield
@@ -67,11 +69,14 @@ def on_this_thread(
                 del place.by_thread[thread]
             if not place.by_thread:
                 del _places[key]
-                setattr(module, name, place.stored)
+                # Somebody else may have put something in its place meanwhile.
+                if vars(module).get(name) is place.stands:
+                    setattr(module, name, place.stored)
 
 
-def _put(module: ModuleType | type, name: str, place: _Place) -> None:
+def _put(module: ModuleType | type, name: str, place: _Place) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return place(args, kwargs)
 
     setattr(module, name, call)
+    return call

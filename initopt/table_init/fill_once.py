@@ -2,8 +2,9 @@
 
 TorchRec fills a table where its kernel is made (`init_parameters`), and again where the sharded module ends its
 construction (`reset_parameters`, with the table's `init_fn`). In a block of `fill_once` the first fill is put off, and
-the generator moved on by what it would have drawn. If a fill of the whole table follows, it is left out; if anything
-else is done with the table first, it is made then, from where the generator stood.
+the generator moved on by what it would have drawn. If a fill of the whole table follows, by a function of
+`torch.nn.init`, it is left out; if anything else is done with the table first, it is made then, from where the
+generator stood.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from initopt.cores import share_of_rank
 from initopt.replaced import on_this_thread
 from initopt.table_init import philox
 from initopt.table_init.fills import Fill, Worked, make, overlap, span
-from initopt.table_init.mersenne import ahead
+from initopt.table_init.mersenne import ahead, claim
 from initopt.table_init.pages import untouched
 from initopt.table_init.restored import Unfilled, complete, mark
 from initopt.table_init.watch import Watch
@@ -54,6 +55,8 @@ class Filled:
         """Of fills that a restore makes needless."""
         self.worked: list[Worked] = []
         self._put_off: list[_PutOff] = []
+        self._fills_again = False
+        """Whether a module is being made that ends with filling its tables as TorchRec does."""
         self._unfilled: list[Unfilled] = []
 
     def complete(self) -> int:
@@ -66,12 +69,15 @@ class Filled:
         missing = complete(unfilled, self.threads)
         return sum(count * left.fill.values.element_size() for left, count in missing.items())
 
-    def _make(self, fills: Sequence[Fill], state: torch.Tensor) -> torch.Tensor:
-        threads = max(1, min(self.threads, sum(fill.draws for fill in fills) // _WORTH_A_THREAD))
-        end, worked = make(fills, state, threads)
+    def _make(self, fills: Sequence[Fill]) -> None:
+        draws = sum(fill.draws for fill in fills)
+        if draws < _WORTH_A_JUMP:
+            for fill in fills:
+                fill.make()
+        else:
+            _, worked = make(fills, claim(draws), min(self.threads, draws // _WORTH_A_THREAD))
+            self.worked += worked
         self.made += sum(_size(fill.values) for fill in fills)
-        self.worked += worked
-        return end
 
     def _finish(self) -> None:
         for one in list(self._put_off):
@@ -97,8 +103,8 @@ class _OfModule:
     def __init__(self, filled: Filled) -> None:
         self._filled = filled
 
-    def settle(self, fills: Sequence[Fill], state: torch.Tensor, *, wanted: bool) -> torch.Tensor:
-        return self._filled._make(fills, state)
+    def settle(self, fills: Sequence[Fill], *, wanted: bool) -> None:
+        self._filled._make(fills)
 
     def skip(self, tensor: torch.Tensor, low: float, high: float) -> bool:
         return False
@@ -124,30 +130,30 @@ class _OfModule:
 class _OfModuleBeforeRestore(_OfModule):
     """The same where a restore follows: the tables are marked, unless something else wants their values."""
 
-    def settle(self, fills: Sequence[Fill], state: torch.Tensor, *, wanted: bool) -> torch.Tensor:
+    def settle(self, fills: Sequence[Fill], *, wanted: bool) -> None:
         if wanted:
-            return self._filled._make(fills, state)
+            self._filled._make(fills)
+            return
         mark(fills, self._filled.threads)
-        before = 0
+        state, before = claim(sum(fill.draws for fill in fills)), 0
         for fill in fills:
             self._filled._unfilled.append(Unfilled(fill, state, before))
             self._filled.marked += _size(fill.values)
             before += fill.draws
-        return ahead(state, before)
 
 
 class _OfKernel(_OfModule):
     """What is done with the fills of a kernel: they are put off, if there are enough of them."""
 
-    def settle(self, fills: Sequence[Fill], state: torch.Tensor, *, wanted: bool) -> torch.Tensor:
+    def settle(self, fills: Sequence[Fill], *, wanted: bool) -> None:
         total = sum(fill.draws for fill in fills)
         if wanted or total < _WORTH_A_JUMP:
-            return self._filled._make(fills, state)
-        before = 0
+            self._filled._make(fills)
+            return
+        state, before = claim(total), 0
         for fill in fills:
             self._filled._put_off.append(_PutOff(fill.values, functools.partial(_make_from, fill, state, before)))
             before += fill.draws
-        return ahead(state, total)
 
     def skip(self, tensor: torch.Tensor, low: float, high: float) -> bool:
         state = philox.skip(tensor)
@@ -186,12 +192,13 @@ def fill_once(threads: int | None = None, *, restored: bool = False, huge_pages:
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
     of_module = _OfModuleBeforeRestore(filled) if restored else _OfModule(filled)
-    bags, sequences = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+    modules = (
+        (ShardedEmbeddingBagCollection, "_embedding_bag_configs"),
+        (ShardedEmbeddingCollection, "_embedding_configs"),
+    )
     replacements: list[tuple[Any, str, Callable[..., Any]]] = [
         (BaseBatchedEmbedding, "init_parameters", functools.partial(_init_parameters, filled)),
         (BaseBatchedEmbeddingBag, "init_parameters", functools.partial(_init_parameters, filled)),
-        (bags, "reset_parameters", functools.partial(_reset_parameters, of_module, "_embedding_bag_configs")),
-        (sequences, "reset_parameters", functools.partial(_reset_parameters, of_module, "_embedding_configs")),
     ]
     tables = SplitTableBatchedEmbeddingBagsCodegen
     # Releases of fbgemm-gpu before 1.8 allocate by themselves.
@@ -200,15 +207,32 @@ def fill_once(threads: int | None = None, *, restored: bool = False, huge_pages:
     with ExitStack() as stack:
         for kind, name, function in replacements:
             stack.enter_context(on_this_thread(kind, name, function))
+        for kind, configs in modules:
+            reset = functools.partial(_reset_parameters, of_module, configs)
+            stack.enter_context(on_this_thread(kind, "reset_parameters", reset))
+            construct = functools.partial(_construct, filled, kind, kind.reset_parameters)
+            stack.enter_context(on_this_thread(kind, "__init__", construct))
         yield filled
-    filled._finish()
+
+
+def _construct(filled: Filled, kind: Any, reset_parameters: Any, module: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Make a module. What was put off and is not overwritten when it is done is filled then."""
+    outer = filled._fills_again
+    # A subclass may end in a way of its own.
+    filled._fills_again = type(module).reset_parameters is reset_parameters
+    try:
+        kind.__init__(module, *args, **kwargs)
+        filled._finish()
+    finally:
+        filled._fills_again = outer
+        filled._put_off.clear()
 
 
 def _init_parameters(filled: Filled, kernel: Any) -> None:
     from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
 
     # Between the fills of data-parallel tables their values are sent to other ranks.
-    if type(kernel) in (BatchedFusedEmbedding, BatchedFusedEmbeddingBag):
+    if filled._fills_again and type(kernel) in (BatchedFusedEmbedding, BatchedFusedEmbeddingBag):
         with Watch(_OfKernel(filled)):
             kernel.init_parameters()
     else:
@@ -216,7 +240,13 @@ def _init_parameters(filled: Filled, kernel: Any) -> None:
 
 
 def _reset_parameters(fills: _OfModule, configs: str, module: Any) -> None:
-    known = all(_is_of_torch(config.init_fn) for config in getattr(module, configs))
+    known = True
+    for config in getattr(module, configs):
+        if not _is_of_torch(config.init_fn):
+            known = False
+            # What it does with the table can't be known: C++ and threads are not seen.
+            tables = module.embedding_bags if configs == "_embedding_bag_configs" else module.embeddings
+            fills.touched(tables[config.name].weight)
     with Watch(fills, at_once=not known):
         module.reset_parameters()
 
@@ -235,7 +265,7 @@ def _is_of_torch(init_fn: Any) -> bool:
     """Whether it is a function of `torch.nn.init`, which does nothing but to fill the tensor."""
     if isinstance(init_fn, functools.partial):
         init_fn = init_fn.func
-    return getattr(init_fn, "__module__", "") == nn.init.__name__
+    return any(init_fn is known for name, known in vars(nn.init).items() if name.endswith("_"))
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -48,6 +48,11 @@ class Fill:
         """The draws before the value at `index`, a multiple of 16."""
         return index * (2 if self.values.dtype == torch.float64 else 1)
 
+    def make(self) -> None:
+        """Make it as torch does."""
+        with torch.no_grad():
+            getattr(self.values, self.method)(*self.arguments)
+
     def _draws_of_rest(self) -> int:
         """The further draws of `normal_` for the last values, if they don't fill 16."""
         rest = len(self.values) % ALIGNED

@@ -50,6 +50,24 @@ def ahead(state: torch.Tensor, draws: int) -> torch.Tensor:
     return twister.at(_words_after(twister.words, blocks), used)
 
 
+def claim(draws: int) -> torch.Tensor:
+    """Take so many draws from torch's default generator of the CPU; returns the state that they begin from.
+
+    Other threads go on after them, as if these had been drawn. Raises UnknownGenerator.
+    """
+    with _claiming:
+        while True:
+            start = torch.default_generator.get_state()
+            end = ahead(start, draws)
+            # Another thread may have drawn meanwhile.
+            if torch.equal(torch.default_generator.get_state(), start):
+                torch.default_generator.set_state(end)
+                return start
+
+
+_claiming = threading.Lock()
+
+
 @dataclass(frozen=True)
 class _Twister:
     """A generator that is at word `used` of a block of 624; with all used, the next draw makes a new block."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,17 +30,14 @@ _ASKS = frozenset(
 )
 """Functions that tell of a tensor, give another name to it, or set a mode; they leave values and generators alone."""
 
-_WRITES_ALL = frozenset(("copy_", "fill_", "normal_", "uniform_", "zero_"))
+_WRITES_ALL = frozenset(("fill_", "normal_", "uniform_", "zero_"))
 
 
 class Fills(Protocol):
     """What is done with fills and with the memory that they are of."""
 
-    def settle(self, fills: Sequence[Fill], state: torch.Tensor, *, wanted: bool) -> torch.Tensor:
-        """Take fills that follow each other from a state of the CPU's generator; return the state after them.
-
-        With `wanted` something may look at the values next.
-        """
+    def settle(self, fills: Sequence[Fill], *, wanted: bool) -> None:
+        """Take fills that follow each other. With `wanted` something may look at the values next."""
 
     def skip(self, tensor: torch.Tensor, low: float, high: float) -> bool:
         """Take a `uniform_` of a tensor of an accelerator and move its generator on, or return False."""
@@ -63,7 +60,6 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._to, self._at_once = fills, at_once
         self._fills: list[Fill] = []
-        self._state = torch.empty(0)
 
     def __exit__(self, kind: Any, *about: Any) -> None:
         super().__exit__(kind, *about)  # type: ignore[no-untyped-call]
@@ -82,7 +78,7 @@ class Watch(TorchFunctionMode):
         if numbers is not None and (not args[0].numel() or self._takes(function.__name__, args[0], numbers)):
             return args[0]
         name = getattr(function, "__name__", "")
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and _is_plain(value)]
+        tensors = [value for value in _flat((*args, *kwargs.values())) if _is_plain(value)]
         if name not in _ASKS or any(overlap(tensor, fill.values) for tensor in tensors for fill in self._fills):
             self._settle(wanted=True)
             for tensor in tensors:
@@ -102,13 +98,7 @@ class Watch(TorchFunctionMode):
         if tensor.numel() < ALIGNED or not splits(method, tensor.dtype):
             return False
         self._to.overwritten(tensor)
-        state = torch.default_generator.get_state()
-        if self._fills and not torch.equal(state, self._state):
-            # Somebody has set it. The fills before have begun where it was.
-            self._to.settle(self._fills, self._state, wanted=True)
-            self._fills = []
         self._fills.append(Fill(tensor.detach().view(-1), method, numbers))
-        self._state = state
         if self._at_once:
             self._settle(wanted=True)
         return True
@@ -116,7 +106,7 @@ class Watch(TorchFunctionMode):
     def _settle(self, *, wanted: bool) -> None:
         fills, self._fills = self._fills, []
         if fills:
-            torch.default_generator.set_state(self._to.settle(fills, self._state, wanted=wanted))
+            self._to.settle(fills, wanted=wanted)
 
 
 class _Shown:
@@ -156,6 +146,14 @@ def _numbers(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
         return None
     valid = first <= second if names[0] == "from" else second >= 0
     return (float(first), float(second)) if valid else None
+
+
+def _flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _flat(value)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,6 +31,25 @@ def initializers() -> dict[str, Any]:
         with torch.no_grad():
             table[::2] = 0.25
 
+    def refused(table: Any) -> None:
+        with torch.no_grad(), contextlib.suppress(RuntimeError):
+            table.uniform_(1, -1)
+
+    def listed(table: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_([table.data], 0.5)
+
+    def in_threads(table: Any) -> None:
+        values = table.data
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda i: values[i::2].fill_(i), range(2)))
+
+    @functools.wraps(nn.init.normal_)
+    def seeded(table: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            nn.init.normal_(table)
+
     return {
         "default": None,
         "normal": functools.partial(nn.init.normal_, std=0.1),
@@ -37,6 +58,10 @@ def initializers() -> dict[str, Any]:
         "constant": functools.partial(nn.init.constant_, val=0.5),
         "own": own,
         "partly": partly,
+        "refused": refused,
+        "listed": listed,
+        "in_threads": in_threads,
+        "seeded": seeded,
         "nothing": lambda table: None,
     }
 
@@ -168,29 +193,68 @@ def test_the_bytes_are_those_of_two_fills(sharding: str) -> None:
         for name, _, left_out, made in rank:
             # The dense kernel is that of data-parallel tables, which are sent to other ranks between their fills.
             fused = sharding not in ("dense kernel", "data_parallel")
-            overwritten = fused and name.split()[-1] not in ("partly", "nothing")
+            # What a function of the user's own does can't be known.
+            of_torch = name.split()[-1] in ("default", "normal", "kaiming", "truncated", "constant")
+            overwritten = fused and of_torch
             assert bool(left_out) == overwritten, name
             assert made or name.endswith("constant") or not overwritten
 
 
-def other_modules() -> bool:
-    """A sharded module that does not end with `reset_parameters`."""
+def other_modules(how: str) -> bool:
+    """A sharded module that does not end with TorchRec's `reset_parameters`, but in its own way."""
     import torch
-    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 
     from initopt import fill_once
 
     ready()
-    # Before a block begins it is a subclass's own.
-    ShardedEmbeddingBagCollection.reset_parameters = lambda self: None
+
+    def own(self: Any) -> None:
+        for config in self._embedding_bag_configs if how == "own values" else ():
+            self.embedding_bags[config.name].weight.data.fill_(0.5)
+
+    class Other(ShardedEmbeddingBagCollection):
+        reset_parameters = own
+
+    def shard(self: Any, module: Any, params: Any, env: Any, device: Any = None, module_fqn: Any = None) -> Any:
+        return Other(module, params, env, self.fused_params, device, module_fqn=module_fqn)
+
+    EmbeddingBagCollectionSharder.shard = shard
     expected, _ = made("bags", "table_wise", None, torch.float32, nullcontext)
     wanted = digest(expected)
     got, filled = made("bags", "table_wise", None, torch.float32, lambda: fill_once(threads=2))
-    return digest(got) == wanted and filled.left_out == 0 and filled.made > 0
+    assert type(got.module.alpha) is Other
+    return digest(got) == wanted and filled.left_out == 0
 
 
-def test_what_is_not_filled_again_is_filled_in_the_end() -> None:
-    assert all(fork_ranks(other_modules))
+@pytest.mark.parametrize("how", ["nothing", "own values"])
+def test_a_module_that_ends_in_its_own_way_is_filled_as_ever(how: str) -> None:
+    assert all(fork_ranks(other_modules, how))
+
+
+def in_the_block() -> list[bool]:
+    """What is done with a model inside of the block."""
+    import torch
+
+    from initopt import fill_once
+
+    ready()
+    results = []
+    for init_fn in (None, initializers()["nothing"]):
+        expected, _ = made("bags", "table_wise", init_fn, torch.float32, nullcontext)
+        wanted = digest(expected)
+        with fill_once(threads=2):
+            got, _ = made("bags", "table_wise", init_fn, torch.float32, nullcontext)
+            results.append(digest(got) == wanted)
+            for shard in shards(got, ("alpha.",)):
+                shard.fill_(0.25)
+        results += [bool((shard == 0.25).all()) for shard in shards(got, ("alpha.",))]
+    return results
+
+
+def test_a_table_is_ready_when_its_module_is() -> None:
+    for rank in fork_ranks(in_the_block):
+        assert rank and all(rank)
 
 
 def restored(sharding: str) -> list[Any]:

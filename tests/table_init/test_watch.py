@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from initopt.table_init.fills import Fill, make
+from initopt.table_init.mersenne import claim
 from initopt.table_init.watch import Watch
 
 
@@ -22,9 +23,9 @@ class Seen:
         self.whole: list[int] = []
         self.touches = 0
 
-    def settle(self, fills: Sequence[Fill], state: torch.Tensor, *, wanted: bool) -> torch.Tensor:
+    def settle(self, fills: Sequence[Fill], *, wanted: bool) -> None:
         self.settled.append((len(fills), wanted))
-        return make(fills, state, 2)[0]
+        make(fills, claim(sum(fill.draws for fill in fills)), 2)
 
     def skip(self, tensor: torch.Tensor, low: float, high: float) -> bool:
         raise AssertionError("there is no accelerator here")
