@@ -1,9 +1,10 @@
 """What stood before the first batch though the first batch did not need it: found, never moved.
 
 Three kinds of proof, none of them a name. In a graph, a step from which no value and no stated order leads to the first
-training step. A data loader that nobody iterated, a process group that carried no collective: both watched (see
-`unused`). A line whose imports no code of theirs followed (see `imports`). What each saves is simulated. A step's other
-effects (files, globals, what it changes in a value it takes) can't be seen, so a finding says what has to hold.
+training step. A data loader from which nobody took a batch, a process group that carried no collective: both watched
+(see `unused`). The packages of a line of which no code ran after it (see `imports`). What each saves is simulated. A
+step's other effects (files, globals, what it changes in a value it takes) can't be seen, so a finding says what
+has to hold.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
     from initopt.graph import Graph, Step
+    from initopt.imports import ImportLine
     from initopt.runs import Run
 
 Kind = Literal["step", "loader", "group", "import"]
@@ -33,6 +35,7 @@ class Finding:
     """Something that could come after the first batch. `place` is its `file:line`, `took` the seconds on the slowest.
 
     `saves` are simulated seconds, None where the time of its own is not known. It holds if each of `provided` does.
+    `kept` are the packages that the line of an import was also the first to import, and that are needed.
     """
 
     kind: Kind
@@ -42,6 +45,7 @@ class Finding:
     saves: float | None
     provided: tuple[str, ...]
     step: str = ""
+    kept: tuple[str, ...] = ()
 
 
 Less = dict[int, dict[str, float]]
@@ -141,6 +145,7 @@ def _objects(run: Run) -> list[tuple[Finding, Less]]:
     seen: defaultdict[tuple[Literal["loader", "group"], str, str], list[tuple[int, str, bool]]] = defaultdict(list)
     for one in run.unused:
         seen[one.what, one.call_site, one.step].append((one.rank, one.group, one.alone))
+    begun = {(one.what, one.call_site, one.step) for one in run.unused if one.begun}
     found = []
     for (what, place, step), made in seen.items():
         ranks = {rank for rank, _, _ in made}
@@ -162,7 +167,10 @@ def _objects(run: Run) -> list[tuple[Finding, Less]]:
         if known and took < _WORTH:
             continue
         saves = saving(run, less) if known else None
-        found.append((Finding(what, _WHAT[what], place, took, saves, _PROVIDED[what] if known else (), step), less))
+        provided: tuple[str, ...] = _PROVIDED[what] if known else ()
+        if (what, place, step) in begun:
+            provided += ("its iterator draws from a random generator of its own: the default one would be elsewhere",)
+        found.append((Finding(what, _WHAT[what], place, took, saves, provided, step), less))
     return found
 
 
@@ -179,7 +187,7 @@ def _made_groups(run: Run, place: str) -> set[tuple[int, str]]:
 
 
 _MAKES_GROUP = ("new_group", "split_group")
-_WHAT = {"loader": "data loader, not iterated", "group": "process group, no collective"}
+_WHAT = {"loader": "data loader, no batch taken", "group": "process group, no collective"}
 _PROVIDED = {
     "loader": ("its step does nothing else that the first batch needs",),
     "group": ("every rank makes its groups later, all in one order",),
@@ -187,27 +195,31 @@ _PROVIDED = {
 
 
 def _imports(run: Run) -> list[tuple[Finding, Less]]:
-    by_line: defaultdict[str, dict[int, dict[str, float]]] = defaultdict(dict)
-    packages: dict[str, list[str]] = {}
-    kept: set[str] = set()
+    ranks = finished_ranks(run)
+    by_line: defaultdict[str, list[ImportLine]] = defaultdict(list)
     for one in run.import_lines:
-        if one.needed != "no" or not one.own:
-            kept.add(one.line)
-            continue
-        steps = by_line[one.line].setdefault(one.rank, {})
-        steps[one.step] = steps.get(one.step, 0.0) + one.seconds
-        packages.setdefault(one.line, [name for name, _ in one.packages])
+        if one.own:
+            by_line[one.line].append(one)
     found = []
-    for line, of_rank in by_line.items():
-        if line in kept or not of_rank.keys() >= set(finished_ranks(run)):
-            continue
-        less = {rank: of_rank[rank] for rank in finished_ranks(run)}
+    for line, rows in by_line.items():
+        kept = tuple(dict.fromkeys(name for one in rows for name in one.kept))
+        left = [{name for one in rows if one.rank == rank for name, _ in one.unneeded} for rank in ranks]
+        # Ranks run the same lines: what only some of them left unused is needed.
+        idle = set.intersection(*left).difference(kept)
+        less: Less = {rank: {} for rank in ranks}
+        each: defaultdict[str, float] = defaultdict(float)
+        for one in rows:
+            for name, value in one.unneeded if one.rank in less else ():
+                if name in idle:
+                    less[one.rank][one.step] = less[one.rank].get(one.step, 0.0) + value
+                    each[name] = max(each[name], value)
         took = max(sum(steps.values()) for steps in less.values())
         if took < _WORTH:
             continue
-        what = f"import {', '.join(packages[line][:3])}{', ...' if len(packages[line]) > 3 else ''}"
+        names = sorted(each, key=lambda name: -each[name])
+        what = f"import {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         step = next(iter(less[min(less)]))
-        found.append((Finding("import", what, line, took, saving(run, less), _IMPORT_PROVIDED, step), less))
+        found.append((Finding("import", what, line, took, saving(run, less), _IMPORT_PROVIDED, step, kept), less))
     return found
 
 

@@ -77,7 +77,8 @@ class ImportLine:
     """A line, of the trainer's `own` code where there is one, and what it was the first to import.
 
     `packages` have the seconds that their modules took. `needed` is "no" where no code of these modules ran, and no
-    module whose code ran has imported one of them. `step` is the step that it happened in.
+    module whose code ran has imported one of them. `unneeded` are the packages of which that holds, `kept` are the
+    others: both are empty where it was not watched. `step` is the step that it happened in.
     """
 
     line: str
@@ -87,6 +88,8 @@ class ImportLine:
     step: str = ""
     own: bool = True
     rank: int = 0
+    unneeded: tuple[tuple[str, float], ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ class _Module:
 
     __slots__ = (
         "asked",
+        "asker",
         "cpu",
         "importer",
         "inner",
@@ -160,7 +164,7 @@ class _Module:
         self.name = name
         self.package = name.partition(".")[0]
         self.inner = self.inner_cpu = 0.0
-        self.asked = self.importer = self.line = self.lane = self.step = ""
+        self.asked = self.asker = self.importer = self.line = self.lane = self.step = ""
         self.own = self.owned = False
         self.start = self.cpu = self.took = self.took_cpu = 0.0
         self.outermost = True
@@ -173,6 +177,8 @@ class Recording:
         self.step_here: Callable[[], tuple[str, str]] = _before_any_recorder
         """Which step, on which lane, the calling thread is in."""
         self.watched = used and sys.getprofile() is None
+        self.before = _imported_packages()
+        """The packages that were imported before it was on."""
         self._on = False
         self._pid = os.getpid()
         self._done: list[_Module] = []
@@ -243,10 +249,13 @@ class Recording:
         outer = stack[-1] if stack else None
         if outer is not None and outer.package == module.package and not outer.own:
             module.line, module.owned, module.outermost = outer.line, outer.owned, False
+            module.asker = outer.name
         else:
             self._places.find(module, outer, sys._getframe(2))
             module.own = self._places.is_own(getattr(spec, "origin", None) or "", module.name)
             module.outermost = all(around.package != module.package for around in stack)
+        if self._use is not None and module.asker:
+            self._use.imports(module.asker, module.name)
         if outer is None or outer.own:
             module.step, module.lane = self.step_here()
         else:
@@ -299,6 +308,14 @@ def _nothing(loader: Any, subject: Any) -> None:
     """What is executed to see what timing it costs."""
 
 
+def _imported_packages() -> tuple[str, ...]:
+    """The packages that are imported, without those of the interpreter, of its set-up and of initopt."""
+    tops = dict.fromkeys(name.partition(".")[0] for name in list(sys.modules))
+    known = {*sys.stdlib_module_names, *sys.builtin_module_names, "initopt", "sitecustomize", "usercustomize"}
+    # What `.pth` files load begins with an underscore.
+    return tuple(name for name in tops if name not in known and not name.startswith("_"))
+
+
 def _before_any_recorder() -> tuple[str, str]:
     thread = threading.current_thread()
     return "imports", "main" if thread is threading.main_thread() else thread.name
@@ -345,7 +362,8 @@ class _Places:
         if frame is not None:
             module.asked = self._place(frame)
             if not self._is_own_frame(frame):
-                module.importer = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+                module.asker = str(frame.f_globals.get("__name__", ""))
+                module.importer = module.asker.partition(".")[0]
         if outer is not None and not outer.own:
             module.line, module.owned = outer.line, outer.owned
             return
@@ -393,6 +411,11 @@ class _Use:
         if builtins.__import__ is self._replacement:
             builtins.__import__ = self._import
 
+    def imports(self, importer: str, name: str) -> None:
+        """Note an import that no statement need have made."""
+        if self._on and importer != "__main__":
+            self._edges.add((importer, name))
+
     def needed(self) -> set[str]:
         """The modules whose code ran outside of imports, and all that those need."""
         import networkx as nx
@@ -418,14 +441,14 @@ class _Use:
         def __import__(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
             found = original(name, globals, locals, fromlist, level)
             if self._on and globals:
-                self._imports(globals, name, fromlist or (), level)
+                self._states(globals, name, fromlist or (), level)
             return found
 
         code = __import__.__code__.replace(co_filename=SourceFileLoader.get_code.__code__.co_filename)
         __import__.__code__ = code
         return __import__
 
-    def _imports(self, namespace: Any, name: str, parts: Iterable[str], level: int) -> None:
+    def _states(self, namespace: Any, name: str, parts: Iterable[str], level: int) -> None:
         # What the trainer's own code imports it may also leave out; what others import comes with them.
         importer = namespace.get("__name__")
         if not isinstance(importer, str) or importer == "__main__":
@@ -485,8 +508,12 @@ def _lines(found: Iterable[_Module], needed: set[str] | None) -> tuple[ImportLin
         seconds = sum(packages.values())
         if seconds > _SHORT:
             names = {module.name for module in modules}
-            kept = tuple(item for item in taken[:8] if item[1] > _SHORT / 5)
-            lines.append(ImportLine(line, seconds, kept, _verdict(names, needed), step, own))
+            used = {module.package for module in modules if needed is not None and module.name in needed}
+            unneeded = tuple(item for item in taken if needed is not None and item[0] not in used)
+            kept = tuple(name for name, _ in taken if name in used)
+            longest = tuple(item for item in taken[:8] if item[1] > _SHORT / 5)
+            verdict = _verdict(names, needed)
+            lines.append(ImportLine(line, seconds, longest, verdict, step, own, unneeded=unneeded, kept=kept))
     return tuple(sorted(lines, key=lambda one: -one.seconds)[:_MOST])
 
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from initopt.cores import cores
-from initopt.imports import NOT_TO_BE_USED, Imported, ImportLine, recording
+from initopt.imports import NOT_TO_BE_USED, SWITCH, Imported, ImportLine, recording
 from initopt.process_tree import cpu_seconds
 from initopt.unused import Unused, Watch
 
@@ -201,6 +201,21 @@ class CompileCache:
 
 
 @dataclass(frozen=True, slots=True)
+class Watched:
+    """What was watched until the first batch was done, so that nothing found means something.
+
+    `objects` are data loaders and process groups. `imports` are not recorded (`off`), timed, or watched in use. `used`
+    says that INITOPT_IMPORTS asked for the last. `before` are the packages imported before imports were recorded.
+    """
+
+    objects: bool = False
+    imports: Literal["off", "timed", "used"] = "off"
+    used: bool = False
+    before: tuple[str, ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Trailer:
     """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds."""
 
@@ -276,6 +291,7 @@ class Recorder:
         self._where = threading.local()
         self._waiting: list[_Record] = []
         self._usage_written = False
+        self._watched_written = False
         self._watch = Watch(self.step_here)
         self._imports = recording()
         if self._imports is not None:
@@ -531,7 +547,7 @@ class Recorder:
             if isinstance(record, Span) and record.kind == "step" and record.name == FIRST_STEP and not record.error:
                 self._put_usage()
                 self._put_imports()
-                for unused in self._watch.found():
+                for unused in self._watch.found() if self._watch.on else ():
                     self._put(unused)
             self._own_cost += time.thread_time() - entered
 
@@ -546,11 +562,17 @@ class Recorder:
         self._put(Usage(self.now(), cpu_seconds()))
 
     def _put_imports(self) -> None:
-        """Write down what was imported in this start-up, and stop watching."""
-        if self._imports is None:
+        """Write down what was watched and what was imported in this start-up, and stop watching imports."""
+        if self._watched_written:
             return
-        found = self._imports.end()
-        self._imports = None
+        self._watched_written = True
+        imports = self._imports
+        kind: Literal["off", "timed", "used"] = "off" if imports is None else "used" if imports.watched else "timed"
+        wanted = os.environ.get(SWITCH) == "used"
+        self._put(Watched(self._watch.on, kind, wanted, imports.before if imports is not None else ()))
+        if imports is None:
+            return
+        found = imports.end()
         for one in found.spans:
             span = Span(
                 f"import {one.package}",
@@ -673,7 +695,7 @@ class Recorder:
         if isinstance(record, Span):
             line = msgspec.json.encode(record if record.rank == self.rank else replace(record, rank=self.rank))
         else:
-            if isinstance(record, Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused):
+            if isinstance(record, _OF_A_RANK):
                 record = replace(record, rank=self.rank)
             line = msgspec.json.encode({"kind": _LINE[type(record)], **msgspec.to_builtins(record)})
         assert self._file is not None
@@ -705,7 +727,9 @@ class _Group:
     ranks: tuple[int, ...]
 
 
-_Record = Span | Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | _Group
+_OF_A_RANK = Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | Watched
+
+_Record = Span | Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | Watched | _Group
 
 _LINE = {
     Header: "header",
@@ -717,6 +741,7 @@ _LINE = {
     Imported: "imported",
     ImportLine: "import_line",
     Unused: "unused",
+    Watched: "watched",
     _Group: "group",
     Trailer: "trailer",
 }

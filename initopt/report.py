@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,11 @@ from initopt.deferral import findings, together
 from initopt.ett import JOBS, LOST_WORK, NOT_COUNTED, Job, ett, gain, time_to_recover
 from initopt.planned import per_step, planned, work
 from initopt.rank_numbers import ranks_in_short
+from initopt.record import Watched
 from initopt.runs import RecordError
 
 if TYPE_CHECKING:
+    from initopt.imports import ImportLine
     from initopt.record import Compiled, Span
     from initopt.runs import Run
 
@@ -154,8 +156,9 @@ def summary(run: Run, *, width: int = 80) -> View:
         lines += _wrap(f"The first batch did not need {_count(len(found), 'thing')} before it{saves} (defer)", width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     more = [*(["compile"] if data["compile"] is not None else []), *(["imports"] if run.imported else [])]
+    more += ["defer"] if found else []
     # All of them would not fit into a line.
-    lines.append(_next(*["blame", "critical-chain", "plot", *more][1 if len(more) > 1 else 0 :]))
+    lines.append(_next(*["blame", "critical-chain", "plot", *more][-4 if more else -3 :]))
     return View(tuple(lines), data)
 
 
@@ -423,6 +426,7 @@ def imports_view(run: Run, rank: int | None = None, *, everything: bool = False,
     if not packages:
         raise RecordError(run.path, "its imports were not recorded: call initopt.record_imports() before them")
     by_line = [one for one in run.import_lines if one.rank == rank]
+    before = run.watched[rank].before if rank in run.watched else ()
     data = {
         **about(run),
         "rank": rank,
@@ -430,6 +434,7 @@ def imports_view(run: Run, rank: int | None = None, *, everything: bool = False,
         "cpu": sum(one.cpu for one in packages),
         "packages": [asdict(one) for one in packages],
         "lines": [asdict(one) for one in by_line],
+        "imported_before": list(before),
     }
     lines = _head(run, width)
     number = sum(one.modules for one in packages)
@@ -452,22 +457,51 @@ def imports_view(run: Run, rank: int | None = None, *, everything: bool = False,
         rest = packages[len(shown) :]
         more = f"{len(rest)} more, {seconds(sum(one.seconds for one in rest))} together (--all)"
         lines.append(Text(more, style=QUIET))
-    if by_line:
-        lines += [Text(), Text("    took  because of this line", style=QUIET)]
-    for found in by_line if everything else by_line[:_IMPORT_ROWS]:
-        unneeded = "  not needed~" if found.needed == "no" else ""
-        line = Text(f"{seconds(found.seconds):>8}  ")
-        line.append(_clipped(found.line, width - 10 - len(unneeded)), style="" if found.own else QUIET)
-        lines.append(line.append(unneeded))
-        of_it = ", ".join(f"{name} {seconds(value)}" for name, value in found.packages[:5])
-        lines += _wrap(f"          └ {of_it}", width, QUIET, indent=12)
+    merged = _merged(by_line)
+    for own, head in ((True, "because of this line"), (False, "because of a library's line, none of your own")):
+        rows = [one for one in merged if one.own == own]
+        if rows:
+            lines += [Text(), Text(f"    took  {head}", style=QUIET)]
+        for found in rows if everything else rows[:_IMPORT_ROWS]:
+            unneeded = f"  {'in part ' if found.needed == 'yes' else ''}not needed~" if found.unneeded else ""
+            line = Text(f"{seconds(found.seconds):>8}  ")
+            line.append(_clipped(found.line, width - 10 - len(unneeded)), style="" if found.own else QUIET)
+            lines.append(line.append(unneeded))
+            of_it = ", ".join(f"{name} {seconds(value)}" for name, value in found.packages[:5])
+            lines += _wrap(f"          └ {of_it}", width, QUIET, indent=12) if of_it else []
     lines.append(Text())
+    if before:
+        few = f"{', '.join(before[:5])}{', ...' if len(before) > 5 else ''}"
+        lines += _wrap(f"Not seen, imported before record_imports(): {_count(len(before), 'package')} ({few})", width)
     lines += _wrap("self: its own code; total: with all that it was the first to import", width, QUIET)
     way = "INITOPT_IMPORTS=used records a start that tells what the first batch needed"
     meaning = "needed: its code ran after its import, or was imported by such code"
     lines += _wrap(f"{meaning}; ~ what only reads constants is not seen" if watched else way, width, QUIET)
     lines.append(_next("defer", "blame") if watched else _next("blame", "plot"))
     return View(tuple(lines), data)
+
+
+def _merged(by_line: Iterable[ImportLine]) -> list[ImportLine]:
+    """One for each line, whatever the steps, and one for initopt's own."""
+    whole: dict[tuple[str, bool], ImportLine] = {}
+    for one in by_line:
+        line = "initopt itself" if not one.own and one.line.startswith("initopt/") else one.line
+        before = whole.get((line, one.own))
+        if before is None:
+            whole[line, one.own] = replace(one, line=line)
+            continue
+        packages, unneeded = dict(before.packages), dict(before.unneeded)
+        for into, values in ((packages, one.packages), (unneeded, one.unneeded)):
+            for name, value in values:
+                into[name] = into.get(name, 0.0) + value
+        whole[line, one.own] = replace(
+            before,
+            seconds=before.seconds + one.seconds,
+            packages=tuple(sorted(packages.items(), key=lambda item: -item[1])),
+            needed="yes" if "yes" in (before.needed, one.needed) else before.needed,
+            unneeded=tuple(unneeded.items()),
+        )
+    return sorted(whole.values(), key=lambda one: -one.seconds)
 
 
 def _needed(needed: str) -> str:
@@ -487,12 +521,23 @@ def defer_view(run: Run, *, width: int = 80) -> View:
     slowest_rank(run)
     found = findings(run)
     whole = together(run)
-    data = {**about(run), "findings": [asdict(one) for one in found], "saves": whole}
+    unseen = _not_looked_at(run)
+    looked = [what for what in _LOOKED_AT if what not in unseen]
+    data = {
+        **about(run),
+        "findings": [asdict(one) for one in found],
+        "saves": whole,
+        "looked_at": looked,
+        "not_looked_at": unseen,
+    }
     lines = _head(run, width)
-    looked = f"Looked at: {_looked_at(run)}."
+    said_of = [f"Looked at: {', '.join(_LOOKED_AT[what] for what in looked) or 'nothing'}."]
+    for why in dict.fromkeys(unseen.values()):
+        said_of.append(f"Not at {' and '.join(_LOOKED_AT[what] for what in unseen if unseen[what] == why)}: {why}.")
+    looked_at = [line for text in said_of for line in _wrap(text, width, QUIET)]
     if not found:
         lines += _wrap("Nothing was found that the first batch did not need.", width)
-        lines += [Text(), *_wrap(looked, width, QUIET), _next("blame")]
+        lines += [Text(), *looked_at, _next("blame")]
         return View(tuple(lines), data)
     lines.append(Text("    took   saves  what the first batch did not need", style=QUIET))
     for one in found:
@@ -502,21 +547,43 @@ def defer_view(run: Run, *, width: int = 80) -> View:
         lines.append(line)
         step = f", in step {one.step}" if one.step and one.kind != "step" else ""
         lines += _wrap(f"{'':>18}{one.place}{step}", width, QUIET, indent=20)
+        if one.kept:
+            few = f"{', '.join(one.kept[:5])}{', ...' if len(one.kept) > 5 else ''}"
+            lines += _wrap(f"{'':>18}keeps {few}, which it also brought in", width, QUIET, indent=20)
         for text in one.provided:
             lines += _wrap(f"{'':>18}if {text}", width, QUIET, indent=20)
     lines.append(Text())
     said = f"Together ~{seconds(max(0.0, whole))}, simulated with all of them after the first batch."
     lines += _wrap(said, width, "bold")
     lines += _wrap("A saving is 0 where the step was not on the chain that decided.", width, QUIET)
-    lines += [*_wrap(looked, width, QUIET), _next(*(("imports",) if run.imported else ()), "critical-chain")]
+    lines += [*looked_at, _next(*(("imports",) if run.imported else ()), "critical-chain")]
     return View(tuple(lines), data, finding=True)
 
 
-def _looked_at(run: Run) -> str:
-    steps = "steps and their values" if run.graph is not None else "no steps (there is no graph)"
-    watched = any(one.needed for one in run.import_lines)
-    imports = "imports" if watched else "no imports (INITOPT_IMPORTS=used watches them)"
-    return f"{steps}; data loaders and process groups; {imports}"
+_LOOKED_AT = {
+    "steps": "steps and their values",
+    "loaders": "data loaders",
+    "groups": "process groups",
+    "imports": "imports",
+}
+
+
+def _not_looked_at(run: Run) -> dict[str, str]:
+    """Of what `defer` looks for, what it could not see in this run, each with the reason."""
+    watched = [run.watched.get(rank, Watched()) for rank in finished_ranks(run)]
+    unseen = {} if run.graph is not None else {"steps": "there is no graph"}
+    if not all(one.objects for one in watched):
+        why = "recorder.collectives() watches them, from before they are made to the end of the first step"
+        unseen |= {"loaders": why, "groups": why}
+    missing = [one for one in watched if one.imports != "used"]
+    if missing:
+        one = missing[0]
+        if one.imports == "off":
+            called = "initopt.record_imports() was not called before the recorder was made"
+            unseen["imports"] = called if one.used else f"{called}, and INITOPT_IMPORTS is not used"
+        else:
+            unseen["imports"] = "another profiler was on" if one.used else "INITOPT_IMPORTS=used watches them"
+    return unseen
 
 
 def ett_view(

@@ -28,6 +28,7 @@ from initopt.record import (
     Span,
     Trailer,
     Usage,
+    Watched,
     run_numbers,
     run_root,
 )
@@ -57,7 +58,7 @@ _LEFT_TOGETHER = frozenset(
 
 Meeting = tuple[str, int]
 _Record = TypeVar(
-    "_Record", Header, Span, Digest, Note, Usage, Compiled, CompileCache, Imported, ImportLine, Unused, Trailer
+    "_Record", Header, Span, Digest, Note, Usage, Compiled, CompileCache, Imported, ImportLine, Unused, Watched, Trailer
 )
 _Timed = TypeVar("_Timed", Span, Compiled)
 
@@ -94,7 +95,8 @@ class Run:
     `spans` are in order of their start. `zero` is the process start of each rank. `groups` are the global ranks of each
     process group that was seen. `compiled` is what torch's compiler did, `compile_caches` how the ranks came to their
     compiled code. `imported` and `import_lines` are the packages that each rank imported and the lines that did so,
-    the longest first, where that was recorded, `unused` what they made and did not use before the first batch was done.
+    the longest first, where that was recorded, `unused` what they made and did not use before the first batch was done,
+    `watched` whether each rank looked at these.
     `missing_ranks` left no file. `warnings` say what the run can't be trusted in.
     """
 
@@ -113,6 +115,7 @@ class Run:
     imported: tuple[Imported, ...] = ()
     import_lines: tuple[ImportLine, ...] = ()
     unused: tuple[Unused, ...] = ()
+    watched: Mapping[int, Watched] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     missing_ranks: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -221,6 +224,7 @@ class _File:
     imported: list[Imported] = field(default_factory=list)
     import_lines: list[ImportLine] = field(default_factory=list)
     unused: list[Unused] = field(default_factory=list)
+    watched: Watched | None = None
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     trailer: Trailer | None = None
     usage: Usage | None = None
@@ -268,6 +272,8 @@ def _read(path: Path) -> _File:
             file.import_lines.append(_convert(ImportLine, values, path, number))
         elif kind == "unused":
             file.unused.append(_convert(Unused, values, path, number))
+        elif kind == "watched":
+            file.watched = _convert(Watched, values, path, number)
         elif kind == "usage":
             file.usage = _convert(Usage, values, path, number)
         elif kind == "trailer":
@@ -351,6 +357,7 @@ def _joined(path: Path, files: list[_File]) -> Run:
         imported=tuple(one for file in files for one in file.imported),
         import_lines=tuple(one for file in files for one in file.import_lines),
         unused=tuple(one for file in files for one in file.unused),
+        watched={file.watched.rank: file.watched for file in files if file.watched is not None},
         usages={file.usage.rank: file.usage for file in files if file.usage is not None},
         groups=groups,
         missing_ranks=missing,

@@ -1,7 +1,7 @@
 """What a start-up made and did not use until its first batch was done: data loaders and process groups.
 
-A loader counts as used once it is asked for an iterator, a group once a collective was issued on it, by whatever
-language: torch counts them. Files that are opened and other objects are not watched. This file does not judge (see
+A loader counts as used once one of its iterators gave a batch, a group once a collective was issued on it, by whatever
+language: torch counts both. Files that are opened and other objects are not watched. This file does not judge (see
 `deferral`).
 """
 
@@ -24,7 +24,8 @@ from initopt.hooks import CallSites
 class Unused:
     """A loader or a group that nobody used. `call_site` is the `file:line` that made it, in the step `step`.
 
-    `group` is the name of a group. `alone` says that the step made nothing of the kind that was used.
+    `group` is the name of a group. `alone` says that the step made nothing of the kind that was used, `begun` that a
+    loader has an iterator, whose workers have started.
     """
 
     what: Literal["loader", "group"]
@@ -33,6 +34,40 @@ class Unused:
     group: str = ""
     alone: bool = True
     rank: int = 0
+    begun: bool = False
+
+
+class _Iterated:
+    """Whether a loader was asked for an iterator, and whether one gave a batch."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._used = False
+        self._last: Callable[[], Any] = _nothing
+
+    def begins(self) -> None:
+        """One is about to be made, or an old one to begin anew."""
+        self._used = self.used()
+        self.begun = True
+
+    def is_now(self, iterator: Any) -> None:
+        """Watch this one, without keeping it."""
+        try:
+            self._last = weakref.ref(iterator)
+        except TypeError:
+            self._used = True
+
+    def used(self) -> bool:
+        """Whether a batch was taken. One that is gone, or that does not count, was used."""
+        if self._used or not self.begun:
+            return self._used
+        # Private: there is no public count of the batches that an iterator gave.
+        given = getattr(self._last(), "_num_yielded", None)
+        return given is None or given > 0
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass
@@ -43,6 +78,7 @@ class _Made:
     group: str
     used: Callable[[], bool | None]
     """None where it is not known any more."""
+    begun: Callable[[], bool] = lambda: False
 
 
 class Watch:
@@ -52,7 +88,9 @@ class Watch:
         self._step_here = step_here
         self._lock = threading.Lock()
         self._made: list[_Made] = []
-        self._iterated: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
+        self._iterated: weakref.WeakKeyDictionary[Any, _Iterated] = weakref.WeakKeyDictionary()
+        self.on = False
+        """Whether loaders and groups are being watched."""
 
     @contextmanager
     def loaders(self) -> Iterator[None]:
@@ -67,21 +105,27 @@ class Watch:
             made(loader, *args, **kwargs)
             # One that makes its iterators itself may be used without our seeing it.
             if type(loader).__iter__ is __iter__:
-                iterated = self._iterated[loader] = [False]
-                self._adds("loader", sites.find(sys._getframe(1)), lambda: iterated[0])
+                iterated = self._iterated[loader] = _Iterated()
+                self._adds("loader", sites.find(sys._getframe(1)), iterated.used, begun=lambda: iterated.begun)
 
         @functools.wraps(iterates)
         def __iter__(loader: Any) -> Any:
-            if loader in self._iterated:
-                self._iterated[loader][0] = True
-            return iterates(loader)
+            iterated = self._iterated.get(loader)
+            if iterated is None:
+                return iterates(loader)
+            iterated.begins()
+            iterator = iterates(loader)
+            iterated.is_now(iterator)
+            return iterator
 
         replaced = {"__init__": (made, __init__), "__iter__": (iterates, __iter__)}
         for name, (_, ours) in replaced.items():
             setattr(DataLoader, name, ours)
+        self.on = True
         try:
             yield
         finally:
+            self.on = False
             for name, (before, ours) in replaced.items():
                 # Who has replaced ours since calls it, and it calls torch's.
                 if getattr(DataLoader, name) is ours:
@@ -100,21 +144,33 @@ class Watch:
         self._adds("group", call_site, _counts_on(count, before), name)
 
     def found(self) -> list[Unused]:
-        """What was not used so far."""
+        """What was not used so far. Ask while it is `on`: afterwards a loader's use is not seen."""
         with self._lock:
             verdicts = [(made, made.used()) for made in self._made]
         useful = {(made.what, made.step) for made, used in verdicts if used is not False}
         return [
-            Unused(made.what, made.call_site, made.step, made.group, (made.what, made.step) not in useful)
+            Unused(
+                made.what,
+                made.call_site,
+                made.step,
+                made.group,
+                (made.what, made.step) not in useful,
+                begun=made.begun(),
+            )
             for made, used in verdicts
             if used is False
         ]
 
     def _adds(
-        self, what: Literal["loader", "group"], call_site: str, used: Callable[[], bool | None], group: str = ""
+        self,
+        what: Literal["loader", "group"],
+        call_site: str,
+        used: Callable[[], bool | None],
+        group: str = "",
+        begun: Callable[[], bool] = lambda: False,
     ) -> None:
         with self._lock:
-            self._made.append(_Made(what, call_site, self._step_here(), group, used))
+            self._made.append(_Made(what, call_site, self._step_here(), group, used, begun))
 
 
 def _counts_on(count: Callable[[], int], before: int) -> Callable[[], bool | None]:

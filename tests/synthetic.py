@@ -12,7 +12,7 @@ from pathlib import Path
 
 from initopt.graph import Graph, Step
 from initopt.imports import Imported, ImportLine
-from initopt.record import CompileCache, Compiled, Digest, Header, Span, Trailer, Usage
+from initopt.record import CompileCache, Compiled, Digest, Header, Span, Trailer, Usage, Watched
 from initopt.unused import Unused
 
 BORN = 1_795_857_240.0
@@ -127,9 +127,9 @@ def compiled_spans() -> tuple[list[list[Span]], list[Compiled | CompileCache]]:
     return spans, found
 
 
-def wasteful() -> tuple[list[list[Span]], Graph, list[Imported | ImportLine | Unused]]:
+def wasteful() -> tuple[list[list[Span]], Graph, list[Imported | ImportLine | Unused | Watched]]:
     """The serial spans with two steps that nothing needs, and what was imported and not used, on all ranks."""
-    spans, found = serial_spans(), list[Imported | ImportLine | Unused]()
+    spans, found = serial_spans(), list[Imported | ImportLine | Unused | Watched]()
     first = GRAPH["first_step"]
     validation = Step("validation", needs=("reader",), lane="io:val", call_site="train.py:61")
     metrics = Step("metrics", needs=("optimizer",), uses=("rng",), call_site="train.py:70")
@@ -167,7 +167,22 @@ def wasteful() -> tuple[list[list[Span]], Graph, list[Imported | ImportLine | Un
                 True,
                 rank,
             ),
-            ImportLine("train.py:9", 0.05 * took, (("pandas", 0.05 * took),), "no", "imports", True, rank),
+            ImportLine(
+                "train.py:9",
+                0.05 * took,
+                (("pandas", 0.04 * took), ("pytz", 0.01 * took)),
+                "yes",
+                "imports",
+                True,
+                rank,
+                (("pandas", 0.04 * took),),
+                ("pytz", "six"),
+            ),
+            ImportLine("train.py:9", 0.01, (("pandas", 0.01),), "no", "model", True, rank, (("pandas", 0.01),)),
+            ImportLine("initopt/graph.py:7", 0.02, (("networkx", 0.02),), "yes", "imports", False, rank),
+            ImportLine("initopt/record.py:9", 0.01, (), "yes", "imports", False, rank),
+            ImportLine("concurrent/futures/thread.py:58", 0.015, (("six", 0.015),), "yes", "imports", False, rank),
+            Watched(True, "used", True, ("numpy", "yaml"), rank),
             Unused("loader", "train.py:90", "reader", alone=False, rank=rank),
             Unused("group", "train.py:84", "shard", "7", rank=rank),
         ]
@@ -210,7 +225,7 @@ def write_run(
     world_size: int | None = None,
     cpu: float = 9.5,
     compiles: Iterable[Compiled | CompileCache] = (),
-    extra: Iterable[Imported | ImportLine | Unused] = (),
+    extra: Iterable[Imported | ImportLine | Unused | Watched] = (),
 ) -> Path:
     """Write a run under `root` and give its directory. `compiles` and `extra` go to the ranks that they name."""
     compiles, extra = list(compiles), list(extra)
@@ -242,7 +257,7 @@ def write_run(
             if one.rank == rank:
                 kind = "compiled" if isinstance(one, Compiled) else "compile_cache"
                 lines.append({"kind": kind, **asdict(one)})
-        kinds = {Imported: "imported", ImportLine: "import_line", Unused: "unused"}
+        kinds = {Imported: "imported", ImportLine: "import_line", Unused: "unused", Watched: "watched"}
         lines += [{"kind": kinds[type(one)], **asdict(one)} for one in extra if one.rank == rank]
         lines.append({"kind": "usage", **asdict(Usage(end, cpu, rank))})
         lines.append({"kind": "trailer", **asdict(Trailer(rank, end, 0.012, 2**30))})

@@ -189,7 +189,9 @@ def test_a_group_of_one_line_that_some_rank_used_is_needed(tmp_path: Path) -> No
 
 
 def line(needed: str, rank: int = 0, own: bool = True) -> ImportLine:
-    return ImportLine("train.py:3", 0.2, (("heavy", 0.15), ("part", 0.05)), needed, "imports", own, rank)  # type: ignore[arg-type]
+    packages = (("heavy", 0.15), ("part", 0.05))
+    unneeded, kept = {"no": (packages, ()), "yes": ((), ("heavy", "part")), "": ((), ())}[needed]
+    return ImportLine("train.py:3", 0.2, packages, needed, "imports", own, rank, unneeded, kept)  # type: ignore[arg-type]
 
 
 def test_a_line_of_imports_that_no_rank_needed(tmp_path: Path) -> None:
@@ -203,6 +205,34 @@ def test_a_line_of_imports_that_no_rank_needed(tmp_path: Path) -> None:
     assert findings(others) == ()
     unknown = recorded(tmp_path / "unknown", None, SERIAL, extra=(line(""),))
     assert findings(unknown) == ()
+
+
+def test_the_part_of_a_line_that_no_rank_needed(tmp_path: Path) -> None:
+    packages = (("heavy", 0.15), ("part", 0.05), ("shutil", 0.01))
+
+    def in_part(
+        *unneeded: tuple[str, float], kept: tuple[str, ...], rank: int = 0, step: str = "imports"
+    ) -> ImportLine:
+        return ImportLine("train.py:3", 0.2, packages, "yes", step, True, rank, unneeded, kept)
+
+    first = in_part(*packages[:2], kept=("shutil",))
+    [one] = findings(recorded(tmp_path / "one", None, SERIAL, extra=(first,)))
+    assert (one.what, one.kept) == ("import heavy, part", ("shutil",))
+    assert (one.took, one.saves) == (pytest.approx(0.2), pytest.approx(0.2))
+    # Another rank needed one of them, and what it took in two steps adds up.
+    other = in_part(packages[0], kept=("shutil", "part"), rank=1)
+    again = in_part(packages[0], kept=(), rank=1, step="validation")
+    [one] = findings(recorded(tmp_path / "two", None, SERIAL, extra=(first, other, again), ranks=2))
+    assert (one.what, one.kept, one.took) == ("import heavy", ("shutil", "part"), pytest.approx(0.3))
+    # Of a package of which a part was imported later and needed, nothing is found.
+    late = in_part(kept=("heavy", "part"), step="validation")
+    assert findings(recorded(tmp_path / "late", None, SERIAL, extra=(first, late))) == ()
+
+
+def test_an_iterator_that_was_begun_draws(tmp_path: Path) -> None:
+    made = Unused("loader", "train.py:12", "validation", begun=True)
+    [one] = findings(recorded(tmp_path, None, SERIAL, extra=(made,)))
+    assert "draws" in one.provided[-1]
 
 
 def test_the_rank_that_would_be_last_decides(tmp_path: Path) -> None:

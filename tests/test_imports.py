@@ -98,7 +98,7 @@ def test_who_asked_and_which_line_of_ones_own_led_to_it(job: Path) -> None:
     assert (packages["outer"]["asked"], packages["outer"]["importer"]) == ("mine.py:2", "")
     assert (packages["inner"]["asked"], packages["inner"]["importer"]) == ("outer/part.py:3", "outer")
     assert packages["inner"]["line"] == "mine.py:2"
-    [line] = found["lines"]
+    line = max(found["lines"], key=lambda line: line["seconds"])
     assert line["line"] == "mine.py:2"
     assert line["packages"][0][0] == "inner"
     assert [(span["package"], span["line"], span["lane"]) for span in found["spans"]] == [
@@ -372,8 +372,49 @@ def test_what_the_run_needed(job: Path) -> None:
     # Its code ran, but for `idle` alone.
     assert needed["idle"] == needed["only_idle"] == "no"
     verdicts = {line["line"]: line["needed"] for line in found["lines"] if line["line"] < "train.py:6"}
-    # `shared` came by this line and is needed, so leaving the line out would not save all of it.
     assert verdicts == {"train.py:3": "yes", "train.py:4": "yes", "train.py:5": "yes"}
+    # `shared` came by this line and is needed: it stays.
+    [line] = [line for line in found["lines"] if line["line"] == "train.py:4"]
+    assert {name for name, _ in line["unneeded"]} == {"idle", "only_idle"}
+    assert line["kept"] == ["shared"]
+    assert all(line["unneeded"] == [] for line in found["lines"] if line["line"] in ("train.py:3", "train.py:5"))
+
+
+def test_one_needed_package_does_not_hide_the_others_of_its_line(job: Path) -> None:
+    burn = "total = sum(range(1_500_000))\n"
+    installed(job, "idle", burn + "import below")
+    installed(job, "below", burn)
+    installed(job, "busy", burn + "def run(): return 1")
+    found = recorded(job, "import idle, busy\nbusy.run()", used=True)
+    [line] = [line for line in found["lines"] if line["line"] == "train.py:2"]
+    assert (sorted(name for name, _ in line["unneeded"]), line["kept"]) == (["below", "idle"], ["busy"])
+    assert line["needed"] == "yes"
+
+
+def test_what_running_code_imports_without_a_statement_is_needed(job: Path) -> None:
+    installed(job, "busy", "import importlib\nimportlib.import_module('plug')\ndef run(): return 1")
+    installed(job, "plug", "total = sum(range(1_500_000))")
+    found = recorded(job, "import busy\nbusy.run()", used=True)
+    assert found["packages"]["plug"]["needed"] == "yes"
+
+
+def test_what_was_imported_before_is_named(job: Path) -> None:
+    installed(job, "early")
+    out, _ = run_script(
+        job,
+        """
+        import json
+        from initopt.imports import recording
+        import initopt
+        initopt.record_imports()
+        print("early" in recording().before)
+        recording().end()
+        import early
+        initopt.record_imports()
+        print([name for name in recording().before if name in ("early", "json", "initopt")])
+        """,
+    )
+    assert out == "False\n['early']\n"
 
 
 def test_a_line_that_nothing_needed(job: Path) -> None:

@@ -55,13 +55,13 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [r.getMessage() for r in caplog.records]
 
 
-def test_a_file_is_header_imports_steps_digest_usage_trailer(tmp_path: Path) -> None:
+def test_a_file_is_header_imports_steps_digest_usage_watched_trailer(tmp_path: Path) -> None:
     with Recorder("dlrm", mode="serial", root=tmp_path, labels=["emulated: reader"]) as recorder:
         recorder.agree(0, 1)
         with recorder.span("model", stage="train_module_creation"):
             pass
         recorder.digest("state", "ab", tensors=3)
-    header, imports, model, digest, usage, trailer = lines(tmp_path / "0001")
+    header, imports, model, digest, usage, watched, trailer = lines(tmp_path / "0001")
     assert (header["kind"], header["job"], header["mode"], header["labels"]) == (
         "header",
         "dlrm",
@@ -81,6 +81,7 @@ def test_a_file_is_header_imports_steps_digest_usage_trailer(tmp_path: Path) -> 
     assert trailer["kind"] == "trailer"
     assert trailer["own_cost"] > 0 and trailer["peak_rss"] > 1_000_000
     assert usage["kind"] == "usage" and usage["cpu"] > 0 and usage["at"] <= trailer["end"]
+    assert (watched["kind"], watched["objects"], watched["imports"]) == ("watched", False, "off")
 
 
 def test_the_cpu_time_of_child_processes_counts_until_the_first_step_ends(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from initopt import bench, report
 from initopt.planned import planned
-from initopt.record import Span
+from initopt.record import Span, Watched
 from initopt.runs import RecordError, Run
 from tests.golden import check_golden
 from tests.synthetic import BORN, GRAPH, compiled_spans, overlapped_spans, serial_spans, wasteful, write_run
@@ -130,7 +130,7 @@ def test_imports_look_as_they_did(wasting: Run) -> None:
     check_golden("blame_wasting.txt", report.blame(wasting, 1).plain + "\n")
     check_golden("imports.txt", report.imports_view(wasting).plain + "\n")
     everywhere = [replace(one, needed="") for one in wasting.imported]
-    lines = [replace(one, needed="") for one in wasting.import_lines]
+    lines = [replace(one, needed="", unneeded=(), kept=()) for one in wasting.import_lines]
     unwatched = replace(wasting, imported=tuple(everywhere), import_lines=tuple(lines))
     check_golden("imports_unwatched.txt", report.imports_view(unwatched, 2).plain + "\n")
 
@@ -143,6 +143,30 @@ def test_what_could_be_deferred_looks_as_it_did(wasting: Run, stock: Run) -> Non
     nothing = report.defer_view(stock)
     assert not nothing.finding
     check_golden("defer_nothing.txt", nothing.plain + "\n")
+    assert view.data["looked_at"] == ["steps", "loaders", "groups", "imports"]
+    assert nothing.data["looked_at"] == [] and set(nothing.data["not_looked_at"]) == set(view.data["looked_at"])
+
+
+@pytest.mark.parametrize(
+    ("watched", "why"),
+    [
+        (Watched(), "record_imports() was not called before the recorder was made, and INITOPT_IMPORTS is not used"),
+        (Watched(used=True), "record_imports() was not called before the recorder was made"),
+        (Watched(imports="timed"), "INITOPT_IMPORTS=used watches them"),
+        (Watched(imports="timed", used=True), "another profiler was on"),
+    ],
+)
+def test_why_imports_were_not_looked_at(stock: Run, watched: Watched, why: str) -> None:
+    run = replace(stock, watched=dict.fromkeys(stock.headers, watched))
+    said = report.defer_view(run).data["not_looked_at"]["imports"]
+    assert said.endswith(why)
+
+
+def test_objects_of_all_ranks_must_have_been_watched(stock: Run) -> None:
+    every = dict.fromkeys(stock.headers, Watched(objects=True))
+    assert report.defer_view(replace(stock, watched=every)).data["looked_at"] == ["loaders", "groups"]
+    without = replace(stock, watched={**every, 1: Watched()})
+    assert report.defer_view(without).data["looked_at"] == []
 
 
 def test_imports_that_were_not_recorded_are_no_view(stock: Run, unfinished: Run) -> None:

@@ -57,6 +57,71 @@ def test_a_loader_that_nobody_iterated(root: Path) -> None:
     assert one.call_site.rpartition(":")[0].endswith("test_unused.py")
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_that_gave_no_batch(root: Path, workers: int) -> None:
+    from torch.utils.data import DataLoader
+
+    kept = []
+
+    def job(recorder: Recorder) -> None:
+        with recorder.span("validation"):
+            kept.append(iter(DataLoader([1, 2], num_workers=workers)))
+
+    [one] = unused(root, job)
+    assert (one.step, one.begun) == ("validation", True)
+    assert next(kept[0]) == 1
+
+
+def test_an_iterator_that_gave_a_batch_or_is_gone(root: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    kept: list[Any] = []
+
+    def job(recorder: Recorder) -> None:
+        loaders = [DataLoader([1, 2]) for _ in range(3)]
+        kept.extend(iter(loader) for loader in loaders[:2])
+        next(kept[0])
+        # The first one gave a batch, though the next one did not.
+        kept.append(loaders[0])
+        kept.append(iter(loaders[0]))
+        for _ in kept[1]:
+            pass
+        iter(loaders[2])
+
+    assert unused(root, job) == []
+
+
+def test_persistent_workers_that_begin_anew_were_used(root: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    kept: list[Any] = []
+
+    def job(recorder: Recorder) -> None:
+        loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
+        assert len(list(loader)) == 2
+        kept.append(iter(loader))
+
+    assert unused(root, job) == []
+
+
+def test_after_watching_nothing_is_said(root: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    with Recorder("job", mode="stock", root=root) as recorder:
+        with recorder.collectives():
+            loader = DataLoader([1, 2])
+        with recorder.span("first_step"):
+            next(iter(loader))
+    run = Run.latest(root)
+    assert run.unused == ()
+    assert not run.watched[0].objects
+
+
+def test_that_objects_were_watched_is_in_the_record(root: Path) -> None:
+    assert unused(root, lambda recorder: None) == []
+    assert Run.latest(root).watched[0].objects
+
+
 def test_a_step_that_also_made_one_that_was_used(root: Path) -> None:
     from torch.utils.data import DataLoader
 
