@@ -189,7 +189,7 @@ def _made_groups(run: Run, place: str) -> set[tuple[int, str]]:
 _MAKES_GROUP = ("new_group", "split_group")
 _WHAT = {"loader": "data loader, no batch taken", "group": "process group, no collective"}
 _PROVIDED = {
-    "loader": ("its step does nothing else that the first batch needs",),
+    "loader": ("its step does nothing else that the first batch needs, and nothing asks it for its length or batches",),
     "group": ("every rank makes its groups later, all in one order",),
 }
 
@@ -223,4 +223,7 @@ def _imports(run: Run) -> list[tuple[Finding, Less]]:
     return found
 
 
-_IMPORT_PROVIDED = ("the line's names are not read before: constants and base classes are not seen in use",)
+_IMPORT_PROVIDED = (
+    "nothing of it is used before in a way that was not seen: by loader workers or code in C, as a constant or a base "
+    "class, or through what its import registers or replaces",
+)
