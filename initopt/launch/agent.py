@@ -36,11 +36,15 @@ def launch(words: Sequence[str]) -> None:
         run, api, handler = _torch()
         parser = run.get_args_parser()
         parser.prog = "initopt launch"
+        parser.usage = "initopt launch [OPTION]... [--preload MODULES] (SCRIPT | -m MODULE) [ARG]..."
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.description = f"torchrun with imports shared: ranks are forked from one process.\n\n{parser.description}"
         parser.add_argument(
             "--preload",
             metavar="MODULES",
             help="initopt: import these once, before the ranks are forked, with commas between; '' for none. "
-            "Default: the imports that the script begins with.",
+            "Default: the imports that the script begins with. The paths, environment and filters that it sets first "
+            "hold in either case.",
         )
         chosen = parser.parse_args(list(words))
         command = _command(chosen)
@@ -87,6 +91,8 @@ def _command(chosen: argparse.Namespace) -> tuple[str, ...]:
         raise LaunchError("--run-path: a forked rank runs the script in its own process anyway: leave it out")
     if chosen.numa_binding:
         raise LaunchError("--numa-binding: torchrun binds a rank by starting it through numactl: use torchrun")
+    if not chosen.module and not os.path.exists(chosen.training_script):
+        raise LaunchError(f"no such file: {chosen.training_script} (from {os.getcwd()})")
     script = ("-m", chosen.training_script) if chosen.module else (chosen.training_script,)
     return (os.environ.get("PYTHON_EXEC", sys.executable), "-u", *script, *chosen.training_script_args)
 

@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from initopt.launch import as_script
-from initopt.launch.first_imports import import_first
+from initopt.launch.first_imports import Imported, import_first, leave_out
 from initopt.launch.leftovers import threads
 from initopt.launch.own_state import (
     Generators,
@@ -65,12 +65,13 @@ def main() -> None:
     generators.imported()
     IMPORT_SECONDS = time.monotonic() - began
     with suppress(BrokenPipeError):
-        send(control, {**asdict(found), "seconds": IMPORT_SECONDS, "cpu": time.process_time()})
+        told = {"modules": found.modules, "rest": found.rest, "refused": found.refused, "failed": found.failed}
+        send(control, {**told, "seconds": IMPORT_SECONDS, "cpu": time.process_time()})
     if found.refused or found.failed >= 0:
         os._exit(0)
     # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
     gc.freeze()
-    _Parent(control, start, users).fork_ranks()
+    _Parent(control, start, users, found).fork_ranks()
     generators.fork()
     for folder in found.folders:
         with suppress(ValueError):
@@ -88,7 +89,10 @@ class _Rank:
 
 
 class _Parent:
-    def __init__(self, control: socket.socket, start: Mapping[str, str], users: Mapping[str, set[str]]) -> None:
+    def __init__(
+        self, control: socket.socket, start: Mapping[str, str], users: Mapping[str, set[str]], imported: Imported
+    ) -> None:
+        self._imported = imported
         self._control = control
         self._start = start
         self._users = users
@@ -155,10 +159,13 @@ class _Parent:
             return f"the process that forks the ranks has {running} threads"
         # Not what the agent has set just as the imports did.
         own = changed_variables(self._start, environment) & changed_variables(os.environ, environment)
-        for module, variables in askers(self._users, own).items():
+        asked = askers(self._users, own)
+        for module, variables in asked.items():
+            rest = self._imported.without(asked)
+            instead = f"Let each rank import it: {leave_out(rest)}; or use torchrun"
             return (
                 f"{module} uses {', '.join(variables)} from the environment while it is imported, which only a rank "
-                "has. Let each rank import it: leave it, and what imports it, out by --preload; or use torchrun"
+                f"has. {instead if len(rest) < len(self._imported.modules) else 'Use torchrun'}"
             )
         return ""
 

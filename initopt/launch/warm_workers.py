@@ -50,6 +50,7 @@ class WarmWorkers:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready = False
+        self._news: list[str] = []
         self._ranks: list[ForkedRank] = []
 
     def begin(self, environment: Mapping[str, str], until: int | None = None) -> None:
@@ -97,6 +98,9 @@ class WarmWorkers:
                 raise LaunchError(text)
             if verdict == "":
                 raise _Gone(self._death())
+            for news in self._news:
+                _say(news)
+            self._news.clear()
             if verdict != "started":
                 # It was killed before it could say its number.
                 return ForkedRank(self.words, 0, None, int(verdict))
@@ -117,6 +121,7 @@ class WarmWorkers:
             rank.poll()
         self._ranks.clear()
         self._process, self._control, self._ready = None, None, False
+        self._news.clear()
 
     @property
     def _pid(self) -> int:
@@ -134,12 +139,15 @@ class WarmWorkers:
             imported: dict[str, Any] = got[0]
             if imported["refused"]:
                 raise LaunchError(imported["refused"])
+            # Said when the first rank is there: what it says is not so if that is refused.
             if imported["rest"]:
-                _say(imported["rest"])
+                self._news.append(imported["rest"])
             if imported["failed"] >= 0:
+                news = list(self._news)
                 self.begin(self._environment, until=imported["failed"])
+                self._news += news
                 continue
-            _say(
+            self._news.append(
                 f"imported once, for all ranks: {', '.join(dict.fromkeys(imported['modules'])) or 'nothing'} "
                 f"({imported['seconds']:.1f} s, {imported['cpu']:.2f} CPU seconds, process {self._pid})"
             )

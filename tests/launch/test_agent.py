@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ import torch.distributed.elastic.multiprocessing.api as api
 
 from initopt.launch import agent
 from initopt.launch.warm_workers import LaunchError, WarmWorkers
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +40,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[WarmWorkers]:
         (["--no-python"], "--no-python: a program that isn't Python has no imports to share: use torchrun"),
         (["--run-path"], "--run-path: a forked rank runs the script in its own process anyway: leave it out"),
         (["--numa-binding=node"], "--numa-binding: .*: use torchrun"),
+        (["nofile.py"], "no such file: nofile.py"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: list[str], reason: str) -> None:
@@ -58,6 +66,7 @@ def test_help_is_torchrun_s_and_ours(capsys: pytest.CaptureFixture[str]) -> None
     assert left.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: initopt launch")
+    assert text.splitlines()[2] == "torchrun with imports shared: ranks are forked from one process."
     assert "--preload MODULES" in text
     assert "--max-restarts" in text
 

@@ -74,6 +74,51 @@ def test_it_ends_where_something_else_runs(statement: str) -> None:
     assert found.rest[-2:] == ("numpy", "a.b")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import initopt\ninitopt.record_imports()",
+        "import initopt as start\nstart.record_imports()",
+        "from initopt import record_imports\nrecord_imports()",
+    ],
+)
+def test_recording_imports_is_left_to_the_ranks(text: str) -> None:
+    found = prefix_of(f"{text}\nimport torch\n", "train.py")
+    assert words(found) == [text.splitlines()[0], "import torch"]
+    assert not found.stopped
+
+
+@pytest.mark.parametrize("text", ["record_imports()", "import initopt\ninitopt.Recorder('x')"])
+def test_what_only_looks_like_it_is_not(text: str) -> None:
+    found = prefix_of(f"{text}\nimport torch\n", "train.py")
+    assert found.rest == ("torch",)
+
+
+def test_what_torchrun_sets_is_left_to_the_ranks() -> None:
+    found = prefix_of(
+        "import os\nos.environ.setdefault('RANK', '0')\nos.environ['MASTER_PORT'] = '1'\n"
+        "os.environ['PLACE'] = '2'\nimport torch\n",
+        "train.py",
+    )
+    assert words(found) == ["import os", "os.environ['PLACE'] = '2'", "import torch"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "sys.path.insert(0, 'lib')",
+        "os.environ['PLACE'] = find()",
+        "if deep:\n    sys.path[0:0] = ['lib']",
+        "sys.path += ['lib']",
+        "del os.environ['PLACE']",
+        "with quiet():\n    warnings.simplefilter('ignore')",
+    ],
+)
+def test_imports_after_a_later_setting_depend_on_it(setting: str) -> None:
+    found = prefix_of(f"print(os.environ.get('A'))\nimport numpy\n{setting}\nimport mine\n", "train.py")
+    assert (found.rest, found.early, found.sets) == (("numpy", "mine"), ("numpy",), 3)
+
+
 def test_imports_of_the_main_program_are_not_missed() -> None:
     found = prefix("""
         import torch

@@ -165,6 +165,87 @@ def test_a_module_that_leaves_something_behind_is_refused(text: str, reason: str
         ranks.rank()
 
 
+def test_a_refusal_names_all_the_others(mark: str, capfd: pytest.CaptureFixture[str]) -> None:
+    write("import first, odd, last\nprint(first, last)", odd=REFUSED["thread"][0], first="", last="")
+    with job("script.py") as ranks, pytest.raises(LaunchError, match="--preload first,last; or use torchrun"):
+        ranks.rank()
+    write("import first, odd, last\n", odd="import deep", deep="import os\nR = os.environ.get('RANK')")
+    with job("script.py") as ranks, pytest.raises(LaunchError, match=r"has\. Let each .* --preload first,last; or"):
+        ranks.rank({"RANK": "1"})
+    assert "imported once" not in capfd.readouterr().err
+
+
+def test_imports_are_recorded_by_the_ranks() -> None:
+    write(
+        """
+        import initopt
+        initopt.record_imports()
+        import seen
+        import os
+        from initopt.imports import recording
+        print(seen.PID == os.getppid(), seen.WATCHED, recording() is not None)
+        """,
+        seen="import os\nfrom initopt.imports import recording\nPID, WATCHED = os.getpid(), recording() is not None",
+    )
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "True False True\n"
+
+
+SETTINGS = """
+import os, sys
+import odd
+sys.path.insert(0, "pk")
+os.environ["MINE"] = "of the script"
+ROOT = odd.ROOT
+print("begin")
+import envmod
+print(envmod.MINE, envmod.PID == os.getppid(), sys.path.count("pk"))
+sys.path.insert(0, "pk2")
+import latemod
+"""
+
+
+def test_what_is_suggested_to_preload_has_the_script_s_settings(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for place, name in (("pk", "envmod"), ("pk2", "latemod")):
+        (folder / place).mkdir()
+        (folder / place / f"{name}.py").write_text("import os\nMINE, PID = os.environ['MINE'], os.getpid()")
+    write(SETTINGS, odd="ROOT = ''")
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "begin\nof the script False 1\n"
+    said = capfd.readouterr().err
+    assert "--preload odd,envmod. Line 10 seems to set" in said
+    assert "before it imports latemod" in said
+    for preload in ("odd,envmod", "envmod"):
+        with job("script.py", preload=preload) as ranks:
+            ranks.rank()
+            assert ranks.ended().out == "begin\nof the script True 1\n"
+    assert "imported once, for all ranks: envmod (" in capfd.readouterr().err
+
+
+def test_a_setting_that_needs_what_is_left_out_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    write("import os, odd\nos.environ['MINE'] = odd.NAME\nprint('begin')\nimport last", odd="NAME = '1'", last="")
+    with job("script.py", preload="last") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "begin\n"
+    assert "(script.py, line 2) does not hold for it, as it raised NameError" in capfd.readouterr().err
+
+
+def test_a_package_of_the_program_is_not_imported_unless_it_is_named(folder: Path) -> None:
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "__init__.py").write_text(REFUSED["thread"][0])
+    (folder / "pkg" / "train.py").write_text("print('ran')")
+    write("", first="")
+    with job("-m", "pkg.train", preload="first") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "ran\n"
+    with job("-m", "pkg.train", preload="first,pkg") as ranks, pytest.raises(LaunchError, match="--preload first; or"):
+        ranks.rank()
+
+
 def test_threads_that_a_library_ends_at_a_fork_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # OpenBLAS then starts one when numpy is imported
     write("import numpy\nprint((numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum())")
