@@ -197,18 +197,18 @@ def fill_once(threads: int | None = None, *, restored: bool = False, huge_pages:
         (ShardedEmbeddingCollection, "_embedding_configs"),
     )
     replacements: list[tuple[Any, str, Callable[..., Any]]] = [
-        (BaseBatchedEmbedding, "init_parameters", functools.partial(_init_parameters, filled)),
-        (BaseBatchedEmbeddingBag, "init_parameters", functools.partial(_init_parameters, filled)),
+        (kind, "init_parameters", functools.partial(_init_parameters, filled, kind))
+        for kind in (BaseBatchedEmbedding, BaseBatchedEmbeddingBag)
     ]
     tables = SplitTableBatchedEmbeddingBagsCodegen
     # Releases of fbgemm-gpu before 1.8 allocate by themselves.
     if "preallocated_host_buffer" in inspect.signature(getattr(tables, "_apply_split", lambda: None)).parameters:
-        replacements.append((tables, "_apply_split", functools.partial(_allocate, huge_pages)))
+        replacements.append((tables, "_apply_split", functools.partial(_allocate, huge_pages, tables)))
     with ExitStack() as stack:
         for kind, name, function in replacements:
             stack.enter_context(on_this_thread(kind, name, function))
         for kind, configs in modules:
-            reset = functools.partial(_reset_parameters, of_module, configs)
+            reset = functools.partial(_reset_parameters, of_module, kind, configs)
             stack.enter_context(on_this_thread(kind, "reset_parameters", reset))
             construct = functools.partial(_construct, filled, kind, kind.reset_parameters)
             stack.enter_context(on_this_thread(kind, "__init__", construct))
@@ -228,18 +228,21 @@ def _construct(filled: Filled, kind: Any, reset_parameters: Any, module: Any, /,
         filled._put_off.clear()
 
 
-def _init_parameters(filled: Filled, kernel: Any) -> None:
+# The functions of the class, as a subclass's own ones may have called these.
+
+
+def _init_parameters(filled: Filled, kind: Any, kernel: Any) -> None:
     from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
 
     # Between the fills of data-parallel tables their values are sent to other ranks.
     if filled._fills_again and type(kernel) in (BatchedFusedEmbedding, BatchedFusedEmbeddingBag):
         with Watch(_OfKernel(filled)):
-            kernel.init_parameters()
+            kind.init_parameters(kernel)
     else:
-        kernel.init_parameters()
+        kind.init_parameters(kernel)
 
 
-def _reset_parameters(fills: _OfModule, configs: str, module: Any) -> None:
+def _reset_parameters(fills: _OfModule, kind: Any, configs: str, module: Any) -> None:
     known = True
     for config in getattr(module, configs):
         if not _is_of_torch(config.init_fn):
@@ -248,17 +251,19 @@ def _reset_parameters(fills: _OfModule, configs: str, module: Any) -> None:
             tables = module.embedding_bags if configs == "_embedding_bag_configs" else module.embeddings
             fills.touched(tables[config.name].weight)
     with Watch(fills, at_once=not known):
-        module.reset_parameters()
+        kind.reset_parameters(module)
 
 
-def _allocate(huge_pages: bool, tables: Any, split: Any, prefix: str, dtype: Any, *args: Any, **kwargs: Any) -> None:
+def _allocate(
+    huge_pages: bool, kind: Any, tables: Any, split: Any, prefix: str, dtype: Any, *args: Any, **kwargs: Any
+) -> None:
     if prefix == "weights" and not args and kwargs.get("preallocated_host_buffer") is None:
         of_host = tables.current_device.type == "cpu" and dtype.is_floating_point
         if of_host and split.host_size * dtype.itemsize >= _LARGE:
             # Where there is not so much memory torch says so in its own words.
             with suppress(OSError):
                 kwargs["preallocated_host_buffer"] = untouched(split.host_size, dtype, huge_pages=huge_pages)
-    tables._apply_split(split, prefix, dtype, *args, **kwargs)
+    kind._apply_split(tables, split, prefix, dtype, *args, **kwargs)
 
 
 def _is_of_torch(init_fn: Any) -> bool:

@@ -209,9 +209,14 @@ def other_modules(how: str) -> bool:
 
     ready()
 
+    calls = []
+
     def own(self: Any) -> None:
-        for config in self._embedding_bag_configs if how == "own values" else ():
-            self.embedding_bags[config.name].weight.data.fill_(0.5)
+        calls.append(self)
+        if how == "torchrec's, too":
+            super(Other, self).reset_parameters()
+        for config in self._embedding_bag_configs if how != "nothing" else ():
+            self.embedding_bags[config.name].weight.data.add_(0.5)
 
     class Other(ShardedEmbeddingBagCollection):
         reset_parameters = own
@@ -224,10 +229,11 @@ def other_modules(how: str) -> bool:
     wanted = digest(expected)
     got, filled = made("bags", "table_wise", None, torch.float32, lambda: fill_once(threads=2))
     assert type(got.module.alpha) is Other
+    assert len(calls) == 4  # two modules, twice
     return digest(got) == wanted and filled.left_out == 0
 
 
-@pytest.mark.parametrize("how", ["nothing", "own values"])
+@pytest.mark.parametrize("how", ["nothing", "own values", "torchrec's, too"])
 def test_a_module_that_ends_in_its_own_way_is_filled_as_ever(how: str) -> None:
     assert all(fork_ranks(other_modules, how))
 
