@@ -17,6 +17,7 @@ from typing import Any
 
 from initopt.launch import as_script
 from initopt.launch.leftovers import Traces
+from initopt.launch.own_state import main_users
 from initopt.launch.prefix import imports, prefix_of
 
 
@@ -48,10 +49,11 @@ def import_first(script: str, *, module: bool, preload: str | None, until: int |
     at = -1
     try:
         steps = _named(preload) if preload is not None else _of_script(script, module, space, found)
-        for at, step in enumerate(islice(steps, until)):  # noqa: B007
+        for at, step in enumerate(islice(steps, until)):
             path = list(sys.path)
             try:
-                exec(step.code, space)
+                with main_users() as used:
+                    exec(step.code, space)
             except ModuleNotFoundError as error:
                 if preload is None and error.name in step.needed:
                     break  # nothing of it has run; each rank says so where it imports it
@@ -64,6 +66,13 @@ def import_first(script: str, *, module: bool, preload: str | None, until: int |
                 found.folders += [folder for folder in sys.path if folder not in path]
             if traces := Traces.now().since(before):
                 found.refused = _refusal(step, traces, found.modules)
+                break
+            if used:
+                if preload is not None:
+                    found.refused = f"--preload: {step.words}: {used[0]}, which only a rank has: leave it out"
+                else:
+                    found.failed = at
+                    found.rest = f"{step.words}: {used[0]}, so each rank imports that and the rest itself"
                 break
             imported = step.names if step.statement is None else imports([step.statement], sys.modules)
             found.modules += [name for name in imported if not _standard(name)]
