@@ -17,6 +17,7 @@ from typing import Any
 
 from initopt.launch import as_script
 from initopt.launch.leftovers import Traces
+from initopt.launch.own_state import main_users
 from initopt.launch.prefix import changes_settings, imports, prefix_of
 
 
@@ -62,10 +63,11 @@ def import_first(script: str, *, module: bool, preload: str | None, until: int |
         else:
             steps = _named([*filter(None, map(str.strip, preload.split(",")))], script, module, space)
         steps = islice(steps, until)
-        for at, step in enumerate(steps):  # noqa: B007
+        for at, step in enumerate(steps):
             path, known = list(sys.path), set(sys.modules)
             try:
-                exec(step.code, space)
+                with main_users() as used:
+                    exec(step.code, space)
             except ModuleNotFoundError as error:
                 if preload is None and error.name in step.needed:
                     break  # nothing of it has run; each rank says so where it imports it
@@ -83,6 +85,13 @@ def import_first(script: str, *, module: bool, preload: str | None, until: int |
                 found.folders += [folder for folder in sys.path if folder not in path]
             if traces := Traces.now().since(before):
                 found.refused = _refusal(step, traces, found.modules, [name for later in steps for name in later.names])
+                break
+            if used:
+                if preload is not None:
+                    found.refused = f"--preload: {step.words}: {used[0]}, which only a rank has: leave it out"
+                else:
+                    found.failed = at
+                    found.rest = f"{step.words}: {used[0]}, so each rank imports that and the rest itself"
                 break
             imported = step.names if step.statement is None else imports([step.statement], sys.modules)
             named = [name for name in imported if not _standard(name)]

@@ -1,85 +1,217 @@
-"""What a fresh process has of its own and a forked one must be given: its environment and its random numbers."""
+"""What a fresh process has of its own and a forked one must be given: environment, `__main__`, random numbers."""
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
+_BLOCK = 624
 _BLOCKS = 200
 """So many blocks of 624 numbers may imports draw and still count as not having seeded the generator."""
 
 _TORCHMETRICS = "torchmetrics.utilities.prints"
 
 
+_COPIERS = frozenset({"networkx.utils.backends", "tqdm.utils", "ctypes.util", "platform", "uuid"})
+"""Modules that go through all variables and mean no rank's: for those that begin with their own name (networkx and
+tqdm), or to hand them to a program that tells what the system has (those of Python). torch, torchrec, fbgemm_gpu,
+numpy, sympy, tensordict and torchmetrics go through none."""
+
+_ON_BEHALF = ("os", "collections.abc", __name__)
+"""Here an environment does what somebody else asked for: `os.getenv`, `get`, `setdefault`, `items`."""
+
+_OF_ANY_MAIN = frozenset(
+    {"__cached__", "__class__", "__file__", "__loader__", "__name__", "__package__", "__spec__"}
+)  # as `as_script` makes it
+
+
 class _Watched(type(os.environ)):  # type: ignore[misc]
-    """An environment that says which variables are asked for or changed by name. Copying all of it is not noticed."""
+    """An environment that says which variables are asked for or changed, by name or all of them."""
 
-    noticed: Callable[[str], None]
-    copied: ClassVar[deque[str]] = deque()
+    use: ClassVar[EnvironmentUse]
 
-    def __getitem__(self, name: str) -> str:
-        copied = _Watched.copied
-        if copied and name == copied[0]:
-            copied.popleft()
-        else:
-            copied.clear()
-            self.noticed(name)
-        return str(super().__getitem__(name))
+    def __getitem__(self, name: Any) -> Any:
+        _Watched.use.asked(name)
+        return super().__getitem__(name)
 
-    def __setitem__(self, name: str, value: str) -> None:
-        self.noticed(name)
+    def __setitem__(self, name: Any, value: Any) -> None:
+        _Watched.use.changed(name, value)
         super().__setitem__(name, value)
 
-    def __delitem__(self, name: str) -> None:
-        self.noticed(name)
+    def __delitem__(self, name: Any) -> None:
+        _Watched.use.changed(name, None)
         super().__delitem__(name)
 
-    def __iter__(self) -> Iterator[str]:
-        # `dict(os.environ)` takes all names and then asks for each in turn, `os.environ.items()` for one at a time.
-        names = list(super().__iter__())
-        _Watched.copied = deque(names)
-        return iter(names)
+    def __iter__(self) -> Iterator[Any]:
+        _Watched.use.copied()
+        return iter(super().__iter__())
+
+    def __repr__(self) -> str:
+        _Watched.use.copied()
+        return str(super().__repr__())
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        _Watched.use.copied()
+        return super().__reduce_ex__(protocol)
+
+
+@dataclass(slots=True)
+class EnvironmentUse:
+    """Who used `os.environ` and `os.environb` while modules were imported.
+
+    `users` are the modules that used a variable, by variable, `copiers` those that went through all of them. `before`
+    has what the script's own statements changed, as it was (None: not set). `clashes` are the variables that a module
+    changed when the script had used them already, by module.
+    """
+
+    users: dict[str, set[str]] = field(default_factory=dict)
+    copiers: set[str] = field(default_factory=set)
+    before: dict[str, str | None] = field(default_factory=dict)
+    clashes: dict[str, str] = field(default_factory=dict)
+    _plain: Any = None
+    _script: set[str] = field(default_factory=set)
+
+    def __enter__(self) -> EnvironmentUse:
+        self._plain = type(os.environ)
+        _Watched.use = self
+        os.environ.__class__ = os.environb.__class__ = _Watched
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        os.environ.__class__ = os.environb.__class__ = self._plain
+
+    def asked(self, name: Any) -> None:
+        """Somebody asks for a variable."""
+        user, call = _user()
+        if user == "__main__":
+            self._script.add(_text(name))
+        # These two of the script ask for what only they change, and a rank does that again.
+        if user and (user, call) not in (("__main__", "setdefault"), ("__main__", "pop")):
+            self.users.setdefault(_text(name), set()).add(user)
+
+    def changed(self, name: Any, value: Any) -> None:
+        """Somebody is about to set a variable, or to delete it (None)."""
+        user, _ = _user()
+        name = _text(name)
+        now = _now(name)
+        if user == "__main__":
+            self._script.add(name)
+            self.before.setdefault(name, now)
+        elif user:
+            self.users.setdefault(name, set()).add(user)
+            if name in self._script and now != _text(value):
+                self.clashes[user] = name
+
+    def copied(self) -> None:
+        """Somebody goes through all variables."""
+        if user := _user()[0]:
+            self.copiers.add(user)
+
+    def undo_script(self) -> None:
+        """Take back what the script's own statements changed: each rank runs them itself."""
+        for name, value in self.before.items():
+            _set(name, value)
+
+    def reasons(self, own: set[str]) -> Iterator[tuple[str, str]]:
+        """Modules that can't be imported for all ranks, and what they do while they are imported.
+
+        `own`: the variables that only a rank has. Without what `tell_known` tells later.
+        """
+        asked: dict[str, list[str]] = {}
+        for variable in sorted(own & self.users.keys()):
+            for module in sorted(self.users[variable]):
+                if (module, variable) != (_TORCHMETRICS, "LOCAL_RANK"):
+                    asked.setdefault(module, []).append(variable)
+        for module in sorted(self.copiers) if own else ():
+            asked[module] = [f"all variables ({'RANK' if 'RANK' in own else min(own)} among them)"]
+        for module, variables in asked.items():
+            yield (
+                module,
+                f"uses {', '.join(variables)} from the environment while it is imported, which only a rank has",
+            )
+        for module, variable in self.clashes.items():
+            yield module, f"changes {variable} in the environment while it is imported, which the script uses before"
+
+
+def _now(name: str) -> str | None:
+    """A variable's value, asked for by nobody."""
+    plain: Any = _Watched.__base__
+    try:
+        return str(plain.__getitem__(os.environ, name))
+    except KeyError:
+        return None
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _text(name: Any) -> Any:
+    return os.fsdecode(name) if isinstance(name, bytes) else name
+
+
+def _user() -> tuple[str, str]:
+    """The module that uses the environment, and the method that it called; empty for those known to do no harm."""
+    frame: Any = sys._getframe(3)
+    call = ""
+    while frame.f_back is not None and _name(frame) in _ON_BEHALF:
+        call, frame = frame.f_code.co_name, frame.f_back
+    if _name(frame) in _COPIERS:
+        return "", call
+    # Python's own modules ask for somebody, too, such as `os.path.expandvars`, unless it's they who are imported.
+    while _is_python_s(frame) and frame.f_back is not None and not _name(frame.f_back).startswith("importlib."):
+        frame = frame.f_back
+    return _name(frame), call
+
+
+def _name(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _is_python_s(frame: Any) -> bool:
+    return _name(frame).partition(".")[0] in sys.stdlib_module_names
+
+
+class _WatchedMain(types.ModuleType):
+    """A `__main__` that says who looks for what only the running script puts there."""
+
+    users: ClassVar[list[str]]
+
+    def __getattribute__(self, name: str) -> Any:
+        user = _name(sys._getframe(1))
+        # It looks whether what it is asked about is the script's, and finds nothing in time.
+        if name not in _OF_ANY_MAIN and user != "inspect":
+            _WatchedMain.users.append(f"{user} looks for {name} in __main__")
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "__class__":
+            _WatchedMain.users.append(f"{_name(sys._getframe(1))} sets {name} in __main__")
+        super().__setattr__(name, value)
 
 
 @contextmanager
-def environment_users() -> Iterator[Mapping[str, set[str]]]:
-    """Note who uses which variable of `os.environ` in the block: the modules, by variable."""
-    users: dict[str, set[str]] = {}
-    plain = type(os.environ)
-
-    def noticed(name: str) -> None:
-        frame: Any = sys._getframe(2)
-        # The standard library asks on behalf of somebody: `os.getenv`, `get`, `setdefault`.
-        while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc", __name__):
-            frame = frame.f_back
-        users.setdefault(name, set()).add(str(frame.f_globals.get("__name__")))
-
-    _Watched.noticed = staticmethod(noticed)
-    os.environ.__class__ = _Watched
+def main_users() -> Iterator[Sequence[str]]:
+    """Note who uses `__main__` in the block, in words: the script has not run, so what is there is not a rank's."""
+    main = sys.modules["__main__"]
+    users = _WatchedMain.users = []
+    main.__class__ = _WatchedMain
     try:
         yield users
     finally:
-        os.environ.__class__ = plain
-
-
-def askers(users: Mapping[str, set[str]], own: set[str]) -> Mapping[str, list[str]]:
-    """The modules that asked for one of the variables `own`, which only a rank has, and those of them they asked for.
-
-    Without those that `tell_known` tells later.
-    """
-    found: dict[str, list[str]] = {}
-    for variable in sorted(own & users.keys()):
-        for module in sorted(users[variable]):
-            if (module, variable) != (_TORCHMETRICS, "LOCAL_RANK"):
-                found.setdefault(module, []).append(variable)
-    return found
+        main.__class__ = types.ModuleType
 
 
 def tell_known(before: Mapping[str, str]) -> None:
@@ -97,64 +229,136 @@ def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> se
 def set_environment(before: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Change what differs between the two, and leave what imports have changed since `before` was the environment."""
     for name in changed_variables(before, wanted):
-        if name in wanted:
-            os.environ[name] = wanted[name]
-        else:
-            os.environ.pop(name, None)
+        _set(name, wanted.get(name))
 
 
 class Generators:
     """The generators of `random`, `numpy.random` and `torch`, which a fresh process seeds from the system by itself.
 
     Make one before the imports, call `imported` after them, and `fork` in each forked process: it has numbers of its
-    own then, unless a module seeded them while it was imported, which holds for each rank.
+    own then, unless a module seeded them while it was imported, which holds for each rank. `seed()` without a seed is
+    none.
     """
 
     def __init__(self) -> None:
         self._seed = os.urandom(32)
         self._seeded: Any = None
-        self._torch = _TorchSeed()
+        self._numbers: Any = None
+        self._undo: list[Callable[[], None]] = []
+        self._torch: int | None = None
         random.seed(self._seed)
-        sys.meta_path.insert(0, self._torch)
+        self._python_s()
+        self._of("numpy.random.mtrand", self._numpy_s)
+        self._of("torch", self._torch_s)
 
     def imported(self) -> None:
-        """Find out whether the imports seeded `random`, and stop looking out for torch."""
-        if self._torch in sys.meta_path:
-            sys.meta_path.remove(self._torch)
+        """Find out whether the imports seeded anything, and stop looking out."""
+        for undo in self._undo:
+            undo()
         state = random.getstate()
         ours = random.Random(self._seed)
-        for _ in range(_BLOCKS):
-            if ours.getstate()[1][:-1] == state[1][:-1]:
-                return
-            ours.getrandbits(32 * 624)
-        self._seeded = state
+        if not _leads_to(
+            lambda: ours.getstate()[1][:-1] == state[1][:-1],
+            lambda: ours.getrandbits(32 * _BLOCK),
+        ):
+            self._seeded = state
+        if self._numbers is not None:
+            numpy: Any = sys.modules["numpy.random.mtrand"]
+            theirs, copy = numpy.get_state(), numpy.RandomState()
+            copy.set_state(self._numbers)
+            # Another kind of generator is a module's choice, and its seed, too.
+            if theirs[0] != self._numbers[0] or not _leads_to(
+                lambda: (copy.get_state()[1] == theirs[1]).all(), lambda: copy.bytes(4 * _BLOCK)
+            ):
+                self._numbers = None
 
     def fork(self) -> None:
         """Give this process its own numbers. `random` has seeded itself after the fork."""
         if self._seeded is not None:
             random.setstate(self._seeded)
-        numbers = sys.modules.get("numpy.random")
-        generator = getattr(numbers, "get_bit_generator", None)
-        # Seeding leaves no sequence.
-        if generator is not None and getattr(generator(), "seed_seq", None) is not None:
-            sys.modules["numpy.random"].seed()
+        if self._numbers is not None:
+            sys.modules["numpy.random.mtrand"].seed()
         torch: Any = sys.modules.get("torch")
-        if torch is not None and torch.initial_seed() == self._torch.seed:
+        if torch is not None and torch.initial_seed() == self._torch:
             # Of the CPU only: those of devices start from a constant.
             torch.default_generator.seed()
 
+    def _of(self, name: str, act: Callable[[Any, bool], None]) -> None:
+        """Act on a module as soon as it is imported, or now if it is, and say which."""
+        if name in sys.modules:
+            act(sys.modules[name], True)
+            return
+        finder = _Finder(name, act)
+        sys.meta_path.insert(0, finder)
+        self._undo.append(finder.leave)
 
-class _TorchSeed:
-    """Notes the seed that torch has given itself as soon as it is imported, and is seen by nobody: see PEP 451."""
+    def _python_s(self) -> None:
+        plain = random.seed
 
-    def __init__(self) -> None:
-        self.seed: int | None = None
+        @functools.wraps(plain)
+        def seed(a: Any = None, version: int = 2) -> None:
+            if a is None:
+                a = self._seed = os.urandom(32)
+            plain(a, version)
+
+        random.seed = seed
+        self._undo.append(lambda: setattr(random, "seed", plain))
+
+    def _numpy_s(self, module: Any, early: bool) -> None:
+        # Seeding leaves no sequence. What seeded it before Python's first line was ours does so for each rank.
+        if early and getattr(module.get_bit_generator(), "seed_seq", None) is None:
+            return
+        plain = module.seed
+        self._numbers = module.get_state()
+
+        @functools.wraps(plain)
+        def seed(seed: Any = None) -> None:
+            plain(seed)
+            if seed is None:
+                self._numbers = module.get_state()
+
+        def undo() -> None:
+            for place in (module, sys.modules.get("numpy.random")):
+                if getattr(place, "seed", None) is seed:
+                    setattr(place, "seed", plain)  # noqa: B010
+
+        module.seed = seed
+        if early:
+            sys.modules["numpy.random"].seed = seed  # type: ignore[attr-defined]
+        self._undo.append(undo)
+
+    def _torch_s(self, module: Any, early: bool) -> None:
+        seed = module.initial_seed()
+        # Those that torch gives itself have 53 bits, those that a `sitecustomize` chooses for all ranks are small.
+        if not early or seed >> 32:
+            self._torch = seed
+
+
+def _leads_to(reached: Callable[[], bool], advance: Callable[[], object]) -> bool:
+    """Whether a generator gets there by what imports may draw."""
+    for _ in range(_BLOCKS):
+        if reached():
+            return True
+        advance()
+    return False
+
+
+class _Finder:
+    """Acts as soon as one module is imported, and is seen by nobody: see PEP 451."""
+
+    def __init__(self, name: str, act: Callable[[Any, bool], None]) -> None:
+        self._name = name
+        self._act = act
         self._loader: Any = None
 
+    def leave(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "torch":
+        if name != self._name:
             return None
-        sys.meta_path.remove(self)
+        self.leave()
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
             self._loader = spec.loader
@@ -167,4 +371,4 @@ class _TorchSeed:
     def exec_module(self, module: Any) -> None:
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self.seed = module.initial_seed()
+        self._act(module, False)

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +26,9 @@ from initopt.launch import as_script
 from initopt.launch.first_imports import Imported, import_first, leave_out
 from initopt.launch.leftovers import threads
 from initopt.launch.own_state import (
+    EnvironmentUse,
     Generators,
-    askers,
     changed_variables,
-    environment_users,
     set_environment,
     tell_known,
 )
@@ -43,6 +42,8 @@ IMPORT_SECONDS = 0.0
 
 _SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """What is sent to a whole job reaches the ranks through the agent, as under torchrun."""
+
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def main() -> None:
@@ -60,8 +61,10 @@ def main() -> None:
     began = time.monotonic()
     start = dict(os.environ)
     generators = Generators()
-    with environment_users() as users:
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    with EnvironmentUse() as use:
         found = import_first(script, module=module, preload=plan["preload"], until=plan["until"])
+    use.undo_script()
     generators.imported()
     IMPORT_SECONDS = time.monotonic() - began
     with suppress(BrokenPipeError):
@@ -71,7 +74,7 @@ def main() -> None:
         os._exit(0)
     # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
     gc.freeze()
-    _Parent(control, start, users, found).fork_ranks()
+    _Parent(control, start, use, handlers, found).fork_ranks()
     generators.fork()
     for folder in found.folders:
         with suppress(ValueError):
@@ -89,15 +92,23 @@ class _Rank:
 
 
 class _Parent:
+    """Forks; `start` and `handlers` are the environment and what signals do, as they were before the imports."""
+
     def __init__(
-        self, control: socket.socket, start: Mapping[str, str], users: Mapping[str, set[str]], imported: Imported
+        self,
+        control: socket.socket,
+        start: Mapping[str, str],
+        use: EnvironmentUse,
+        handlers: Mapping[int, Any],
+        imported: Imported,
     ) -> None:
         self._imported = imported
         self._control = control
         self._start = start
-        self._users = users
+        self._use = use
         self._ranks: dict[int, _Rank] = {}
-        self._handlers = {number: signal.getsignal(number) for number in _SHIELDED}
+        self._handlers = handlers
+        self._shielded: dict[int, Any] = {number: signal.getsignal(number) for number in _SHIELDED}
 
     def fork_ranks(self) -> None:
         """Serve the agent. Returns in each rank; ends the process when the agent is gone."""
@@ -112,8 +123,8 @@ class _Parent:
                     if got is None:
                         self._end_ranks()
                         os._exit(0)
-                    environment, (line, *outputs) = got
-                    if self._fork(environment, socket.socket(fileno=line), outputs, waiting):
+                    (environment, ignored), (line, *outputs) = got
+                    if self._fork(environment, ignored, socket.socket(fileno=line), outputs, waiting):
                         return
                 elif file in self._ranks:
                     rank = self._ranks[file]
@@ -131,7 +142,14 @@ class _Parent:
                         os.close(rank.ended)
                         rank.line.close()
 
-    def _fork(self, environment: dict[str, str], line: socket.socket, outputs: list[int], waiting: select.poll) -> bool:
+    def _fork(
+        self,
+        environment: dict[str, str],
+        ignored: Sequence[int],
+        line: socket.socket,
+        outputs: list[int],
+        waiting: select.poll,
+    ) -> bool:
         """Fork a rank, or say why not. Whether this is the rank."""
         if reason := self._reason(environment):
             with suppress(OSError):
@@ -142,7 +160,11 @@ class _Parent:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
             pid = os.fork()
             if pid == 0:
-                self._become_rank(environment, line, outputs, mask)
+                self._become_rank(environment, line, outputs)
+                self._give_signals(ignored)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                line.send(f"started {os.getpid()}".encode())
+                line.close()
                 return True
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             rank = _Rank(pid, line, os.pidfd_open(pid))
@@ -159,17 +181,14 @@ class _Parent:
             return f"the process that forks the ranks has {running} threads"
         # Not what the agent has set just as the imports did.
         own = changed_variables(self._start, environment) & changed_variables(os.environ, environment)
-        asked = askers(self._users, own)
-        for module, variables in asked.items():
-            rest = self._imported.without(asked)
+        reasons = dict(self._use.reasons(own))
+        for module, what in reasons.items():
+            rest = self._imported.without(reasons)
             instead = f"Let each rank import it: {leave_out(rest)}; or use torchrun"
-            return (
-                f"{module} uses {', '.join(variables)} from the environment while it is imported, which only a rank "
-                f"has. {instead if len(rest) < len(self._imported.modules) else 'Use torchrun'}"
-            )
+            return f"{module} {what}. " + (instead if len(rest) < len(self._imported.modules) else "Use torchrun")
         return ""
 
-    def _become_rank(self, environment: Mapping[str, str], line: socket.socket, outputs: list[int], mask: Any) -> None:
+    def _become_rank(self, environment: Mapping[str, str], line: socket.socket, outputs: list[int]) -> None:
         os.setsid()
         self._control.close()
         for rank in self._ranks.values():
@@ -181,12 +200,17 @@ class _Parent:
                 os.close(output)
         set_environment(self._start, environment)
         tell_known(self._start)
-        for number, handler in self._handlers.items():
-            if handler is not None:
-                signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        line.send(f"started {os.getpid()}".encode())
-        line.close()
+
+    def _give_signals(self, ignored: Sequence[int]) -> None:
+        """Make signals do what imports set, or else what they do in a process that the agent starts."""
+        for number, at_start in self._handlers.items():
+            now = signal.getsignal(number)
+            wanted = self._shielded.get(number, now)
+            if wanted == at_start and number not in _IGNORED_BY_PYTHON:
+                own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                wanted = signal.SIG_IGN if number in ignored else own
+            if wanted not in (now, None):
+                signal.signal(number, wanted)
 
     def _end_ranks(self) -> None:
         """End what is left of an agent that is gone, as the agent would have."""

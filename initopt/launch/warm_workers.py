@@ -87,7 +87,9 @@ class WarmWorkers:
         with ExitStack() as files:
             mine, theirs = map(files.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             try:
-                send(control, dict(environment), [theirs.fileno(), stdout, stderr])
+                # Not those with a handler: a process that starts has none.
+                ignored = [int(one) for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN]
+                send(control, [dict(environment), ignored], [theirs.fileno(), stdout, stderr])
             except OSError as error:
                 raise _Gone(self._death()) from error
             theirs.close()

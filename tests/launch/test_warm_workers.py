@@ -99,6 +99,45 @@ def test_torch_s_seed_holds_where_a_module_sets_it_and_is_a_rank_s_own_elsewhere
     assert _words_of_two() == [expected, expected]
 
 
+def test_a_state_that_a_module_sets_holds_in_every_rank() -> None:
+    write(
+        "import states, random, numpy\nprint(random.random(), numpy.random.rand())",
+        states="import random, numpy\nrandom.setstate(random.Random(7).getstate())\n"
+        "numpy.random.set_state(numpy.random.RandomState(7).get_state())",
+    )
+    expected = [str(random.Random(7).random()), str(numpy.random.RandomState(7).rand())]
+    assert _words_of_two() == [expected, expected]
+
+
+def test_seeding_without_a_seed_makes_no_ranks_alike() -> None:
+    write(
+        "import seeds, random, numpy\nprint(random.random(), numpy.random.rand())\n"
+        "assert random.seed.__self__ is random._inst\nassert numpy.random.seed is numpy.random.mtrand.seed\n"
+        "assert type(numpy.random.seed).__name__ != 'function'",
+        seeds="import random, numpy\nrandom.seed(7)\nnumpy.random.seed(7)\nrandom.seed()\nnumpy.random.seed()\n"
+        "random.random()\nnumpy.random.rand(1000)",
+    )
+    first, second = _words_of_two()
+    assert len(first) == 2
+    assert not set(first) & set(second)
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_what_is_imported_before_the_first_line_of_ours(folder: Path, seeded: bool) -> None:
+    (folder / "sitecustomize.py").write_text(
+        "import torch, numpy\n" + ("torch.manual_seed(7)\nnumpy.random.seed(7)\n" if seeded else "")
+    )
+    write("import torch, numpy\nprint(torch.rand(1).item(), numpy.random.rand())")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        first, second = _words_of_two()
+    assert len(first) == 2
+    if seeded:
+        assert first == second
+    else:
+        assert not set(first) & set(second)
+
+
 def _words_of_two() -> list[list[str]]:
     with job("script.py") as ranks:
         ranks.rank()
@@ -109,7 +148,7 @@ def _words_of_two() -> list[list[str]]:
 def test_what_a_module_changes_in_the_environment_holds_and_a_rank_has_its_own() -> None:
     write(
         "import sets, os\nprint(os.environ['RANK'], os.environ['SET'], 'GONE' in os.environ, os.environ['OWN'])",
-        sets="import os\nos.environ['SET'] = 'by the module'\nos.environ.pop('GONE', None)\ndict(os.environ)",
+        sets="import os\nos.environ['SET'] = 'by the module'\nos.environ.pop('GONE', None)",
     )
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GONE", "1")
@@ -258,6 +297,127 @@ def test_a_module_that_asks_for_its_rank_is_refused_before_there_is_one(mark: st
     write("import asks", asks="import deep", deep="import os\nPLACE = os.environ.get('RANK', '0')")
     with job("script.py") as ranks, pytest.raises(LaunchError, match="deep uses RANK from the environment while"):
         ranks.rank()
+
+
+COPIES = {
+    "comprehension": "C = {k.lower(): v for k, v in os.environ.items()}",
+    "dict": "C = dict(os.environ)",
+    "method": "C = os.environ.copy()",
+    "union": "C = os.environ | {}",
+    "names": "C = sorted(os.environ)",
+    "text": "C = str(os.environ)",
+    "deep copy": "import copy\nC = copy.deepcopy(os.environ)",
+    "print": "import pprint\nC = pprint.pformat(dict(os.environ))",
+    "bytes": "C = dict(os.environb)",
+}
+
+
+@pytest.mark.parametrize("text", COPIES.values(), ids=COPIES)
+def test_a_module_that_copies_the_environment_is_refused(text: str, mark: str) -> None:
+    write("import copies", copies=f"import os\n{text}")
+    reason = r"copies uses all variables \(RANK among them\) from the environment while it is imported, .* --preload ..; or use"
+    with job("script.py") as ranks, pytest.raises(LaunchError, match=reason):
+        ranks.rank()
+
+
+@pytest.mark.parametrize("text", ["os.getenvb(b'RANK')", "os.environb.get(b'RANK')", "os.path.expandvars('$RANK')"])
+def test_a_module_that_asks_in_another_way_is_refused(text: str, mark: str) -> None:
+    write("import asks", asks=f"import os\nR = {text}")
+    with job("script.py") as ranks, pytest.raises(LaunchError, match="asks uses RANK from the environment"):
+        ranks.rank()
+
+
+def test_modules_that_look_for_their_own_names_among_all_are_imported_once() -> None:
+    write(
+        "import networkx, tqdm, early, os\nprint(early.PID == os.getppid(), type(os.environ).__name__)",
+        early="import ctypes.util, os\nctypes.util.find_library('c')\nPID = os.getpid()",
+    )
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "True _Environ\n"
+
+
+def test_the_script_s_own_changes_of_the_environment_are_made_once() -> None:
+    write(
+        """
+        import os
+        os.environ.pop("FOO")
+        MODE = os.environ["MODE"]
+        os.environ["MODE"] = "imported"
+        os.environ["FLAGS"] = os.environ["FLAGS"] + " --b"
+        os.environ.setdefault("RANK", "9")
+        import seen
+        print(MODE, os.environ["MODE"], os.environ["FLAGS"], "FOO" in os.environ, os.environ["RANK"])
+        print(*seen.FOUND, seen.PID == os.getppid(), os.environ["SEEN"])
+        """,
+        seen="""
+        import os
+        FOUND = os.environ["MODE"], os.environ["FLAGS"], "FOO" in os.environ
+        PID = os.getpid()
+        os.environ["SEEN"] = "1"
+        """,
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in {"FOO": "1", "MODE": "train", "FLAGS": "--a"}.items():
+            patched.setenv(name, value)
+        with job("script.py") as ranks:
+            ranks.rank()
+            ended = ranks.ended()
+    assert ended.out == "train imported --a --b False 0\nimported --a --b False True 1\n", ended.err
+
+
+def test_a_module_that_changes_what_the_script_has_set_is_refused(mark: str) -> None:
+    write(
+        "import os\nos.environ['MODE'] = 'a'\nimport changes",
+        changes="import os\nos.environ['MODE'] = os.environ['MODE'] + 'b'",
+    )
+    with job("script.py") as ranks, pytest.raises(LaunchError, match="changes changes MODE in the environment while"):
+        ranks.rank()
+
+
+MAINS = {
+    "import": "import __main__\nDEBUG = getattr(__main__, 'DEBUG', None)",
+    "sys": "import sys\nDEBUG = vars(sys.modules['__main__']).get('DEBUG')",
+    "from": "from __main__ import DEBUG",
+    "set": "import __main__\n__main__.SET = DEBUG = True",
+}
+
+
+@pytest.mark.parametrize("text", MAINS.values(), ids=MAINS)
+def test_a_module_that_uses_main_is_left_to_the_ranks(text: str) -> None:
+    write(
+        "import early\nDEBUG = True\nimport uses, os, sys\n"
+        "print(early.PID == os.getppid(), uses.DEBUG, type(sys.modules['__main__']).__name__)",
+        early="import os, __main__\nPID, FILE = os.getpid(), __main__.__file__",
+        uses=text,
+    )
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "True True module\n"
+
+
+def test_a_rank_s_signals_are_those_of_a_process_that_the_agent_starts() -> None:
+    write(
+        "import handles\nimport signal\n"
+        "print(*(getattr(h, '__name__', h) for h in map(signal.getsignal, sorted(signal.valid_signals()))))",
+        handles="import signal\ndef handler(*_): pass\nsignal.signal(signal.SIGUSR2, handler)",
+    )
+    # Ignored when the process that imports starts, as under `nohup`, and then not, as torchelastic does; and one stays.
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        with job("script.py") as ranks:
+            ranks.workers._wait_for_imports()
+            signal.signal(signal.SIGINT, lambda *_: None)
+            signal.signal(signal.SIGHUP, lambda *_: None)
+            ranks.rank()
+            rank = ranks.ended().out
+            plain = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, check=True).stdout
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert "default_int_handler" in plain
+    assert rank == plain
 
 
 def test_what_is_refused_works_when_it_is_left_out() -> None:
