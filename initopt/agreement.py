@@ -55,6 +55,7 @@ class _Assumption:
     text: str
     otherwise: Callable[[Difference], None] | None
     compared: bool = True
+    explained: bool = True
 
 
 class Agreement:
@@ -70,12 +71,20 @@ class Agreement:
         self._waiting: dict[str, _Assumption] = {}
         self._told: dict[str, tuple[int, ...]] = {}
 
-    def assume(self, key: str, value: str, otherwise: Callable[[Difference], None] | None = None) -> None:
+    def assume(
+        self,
+        key: str,
+        value: str,
+        otherwise: Callable[[Difference], None] | None = None,
+        *,
+        explained: bool = True,
+    ) -> None:
         """Say what this rank holds; `otherwise` runs on all ranks if they don't all hold the same.
 
         `value` is text, whose lines are what a difference is told by. Without `otherwise` a difference is an error.
+        One that is not `explained` is no mistake: where nothing else differs the ranks don't meet again to tell it.
         """
-        self._add(key, _Assumption(digest(value), value, otherwise))
+        self._add(key, _Assumption(digest(value), value, otherwise, explained=explained))
 
     def tell(self, key: str, number: int) -> None:
         """Let the others know a number of 64 bits, which may differ; see `told`."""
@@ -110,9 +119,13 @@ class Agreement:
         differing = [key for key, one in said.items() if one.compared and len(set(self._told[key])) > 1]
         if not differing:
             return {}
-        texts = self._texts({key: said[key].text for key in differing})
+        wrong = [key for key in differing if self.strict or said[key].otherwise is None]
+        if wrong or any(said[key].explained for key in differing):
+            texts = self._texts({key: said[key].text for key in differing})
+        else:
+            texts = [dict.fromkeys(differing, "")] * len(table)
         found = {key: _difference(key, self._told[key], [text[key] for text in texts]) for key in differing}
-        errors = [found[key] for key in differing if self.strict or said[key].otherwise is None]
+        errors = [found[key] for key in wrong]
         if errors:
             raise Disagreement(errors)
         for key in differing:

@@ -96,23 +96,27 @@ class Dense:
 
     def __init__(self, model: nn.Module, sharders: Sequence[Any]) -> None:
         self._seen: dict[str, _Seen] = {}
-        self._lines: dict[str, str] = {}
+        self._values: dict[str, str] = {}
         kinds = {sharder.module_type for sharder in sharders}
         taken = {path for path, module in model.named_modules() if type(module) in kinds}
         found = {name: one for name, one in model.named_parameters() if not _is_inside(name, taken)}
         # Not yet filled: what they will hold is decided later, after other draws.
         there = {name: one for name, one in found.items() if not one.is_meta and type(one) is nn.Parameter}
-        self._of = f"{len(found)} parameters"
-        if sum(one.numel() * one.element_size() for one in there.values()) > MOST:
-            self._of += ", too large to compare"
+        self._forms = [f"{name}: {_form(one)}" for name, one in found.items()]
+        if sum(one.nbytes for one in there.values()) > MOST:
+            self._forms.append("too large to compare")
             return
         for name, one in there.items():
-            self._lines[name] = _line(name, one)
+            self._values[name] = _values(one)
             self._seen[name] = _Seen(one, *_state(one))
 
-    def text(self) -> str:
-        """Names, forms and values."""
-        return "\n".join([self._of, *self._lines.values()])
+    def forms(self) -> str:
+        """Names and shapes."""
+        return "\n".join(self._forms)
+
+    def values(self) -> str:
+        """What they held, as digests."""
+        return "\n".join(f"{name}: values with sha256 {value}" for name, value in self._values.items())
 
     def covers(self, parameters: Mapping[str, nn.Parameter]) -> bool:
         """Whether these are all among them."""
@@ -121,7 +125,7 @@ class Dense:
     def changed(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
         """Yield the names of those that hold something else by now."""
         for name, one in parameters.items():
-            if not self._seen[name].is_as_seen(one) and _line(name, one) != self._lines[name]:
+            if not self._seen[name].is_as_seen(one) and _values(one) != self._values[name]:
                 yield name
 
 
@@ -130,10 +134,14 @@ def _is_inside(name: str, paths: set[str]) -> bool:
     return any(".".join(parts[:length]) in paths for length in range(len(parts)))
 
 
-def _line(name: str, parameter: nn.Parameter) -> str:
-    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    form = f"{tuple(parameter.shape)} {parameter.dtype} {parameter.stride()} {parameter.requires_grad}"
-    return f"{name}: {form} values {hashlib.sha256(values).hexdigest()[:16]}"
+def _form(parameter: nn.Parameter) -> str:
+    place = "on the meta device" if parameter.is_meta else ""
+    return f"{tuple(parameter.shape)} {parameter.dtype} {parameter.stride()} {parameter.requires_grad} {place}"
+
+
+def _values(parameter: nn.Parameter) -> str:
+    data = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _state(parameter: nn.Parameter) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """DistributedDataParallel without the sync of its construction, where all ranks are known to hold the same parameters.
 
-Its shape check and its broadcast of rank 0's values stay where parameters differ, were on the meta device, or are not
-all known. Buffers stay as each rank has them, as TorchRec's wrapper wants it.
+Its broadcast of rank 0's values stays where they differ, and its shape check, too, where parameters were on the meta
+device or are not all known. Buffers stay as each rank has them, as TorchRec's wrapper wants it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as home
 
 from initopt.comm_elim.assumed import Dense
 from initopt.replaced import on_this_thread
@@ -21,8 +22,13 @@ MEETINGS = 2
 
 
 @contextmanager
-def rewritten(dense: Dense, left_out: Callable[[int], None], kept: Callable[[str], None]) -> Iterator[None]:
-    """Leave the sync out of the wrap of the whole model in the block. `kept` is told why it was not."""
+def rewritten(
+    dense: Dense, left_out: Callable[[int], None], kept: Callable[[str], None], *, equal: bool
+) -> Iterator[None]:
+    """Leave the sync out of the wrap of the whole model in the block. `kept` is told why it was not.
+
+    Where only the forms of the parameters are known to be `equal`, not the values, these are sent, but not checked.
+    """
     from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
     def wrap(wrapper: Any, dmp: Any, env: Any, device: Any, ignored: set[str]) -> None:
@@ -35,11 +41,16 @@ def rewritten(dense: Dense, left_out: Callable[[int], None], kept: Callable[[str
             kept(why)
             wrapper._ddp_wrap(dmp, env, device, ignored)
             return
+        if not equal:
+            with on_this_thread(home, "_verify_param_shape_across_processes", lambda *args, **kwargs: None):
+                wrapper._ddp_wrap(dmp, env, device, ignored)
+            left_out(MEETINGS - 1)
+            return
         changed = next(dense.changed(mine), None)
         if changed is not None:
             raise RuntimeError(
-                f"parameter {changed!r} was written to on this rank after all ranks had agreed on its value: write to it "
-                "before DistributedModelParallel begins, or leave the rewrite 'ddp_sync' out"
+                f"parameter {changed!r} was written to on this rank after all ranks had agreed on its value: write "
+                "to it before DistributedModelParallel begins, or leave the rewrite 'ddp_sync' out"
             )
         with without_sync(lambda given: given is dmp._dmp_wrapped_module or given is module):
             wrapper._ddp_wrap(dmp, env, device, ignored)
@@ -51,7 +62,7 @@ def rewritten(dense: Dense, left_out: Callable[[int], None], kept: Callable[[str
 
 @contextmanager
 def without_sync(of: Callable[[nn.Module], bool]) -> Iterator[None]:
-    """Let each DistributedDataParallel that is made in the block, of a module for which `of` holds, trust its values."""
+    """Let each DistributedDataParallel made in the block, of a module for which `of` holds, trust its values."""
 
     def init(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # Positional arguments are not TorchRec's.
@@ -73,4 +84,3 @@ def _stays(wrapper: Any) -> str:
     if wrapper._ddp_kwargs:
         return f"the wrapper sets {', '.join(sorted(wrapper._ddp_kwargs))}"
     return ""
-

@@ -1,9 +1,9 @@
 """Data-parallel tables: one broadcast for all of them, and none of the values that are overwritten before.
 
-TorchRec wraps the tables in a DistributedDataParallel, whose construction checks their shapes and sends rank 0's values;
-then it fills the tables, and sends each from rank 0 by itself. The shapes follow from the tables on which the ranks have
-agreed, and the first values are dead. The second ones are not: where ranks hold shards of different size their
-generators drift apart, so they are sent, together.
+TorchRec wraps the tables in a DistributedDataParallel, whose construction checks their shapes and sends rank 0's
+values; then it fills the tables, and sends each from rank 0 by itself. The shapes follow from the tables on which the
+ranks have agreed, and the first values are dead. The second ones are not: where ranks hold shards of different size
+their generators drift apart, so they are sent, together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None], *, a
 
     waiting: list[tuple[torch.Tensor, Any]] = []
 
-    def wrap(kind: type, configs: str, module: Any) -> None:
+    def wrap(kind: Any, configs: str, module: Any) -> None:
         why = _stays(kind, getattr(module, configs), module)
         if why is None:
             module.init_data_parallel()
@@ -48,7 +48,7 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None], *, a
             module.init_data_parallel()
         left_out(ddp_sync.MEETINGS * sum(given is not now for given, now in zip(lookups, module._lookups, strict=True)))
 
-    def fill(kind: type, configs: str, module: Any) -> None:
+    def fill(kind: Any, configs: str, module: Any) -> None:
         if _stays(kind, getattr(module, configs), module) != "":
             module.reset_parameters()
             return
@@ -64,7 +64,10 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None], *, a
         if at_once:
             left_out(_send(waiting))
 
-    kinds = ((ShardedEmbeddingBagCollection, "_embedding_bag_configs"), (ShardedEmbeddingCollection, "_embedding_configs"))
+    kinds: tuple[tuple[Any, str], ...] = (
+        (ShardedEmbeddingBagCollection, "_embedding_bag_configs"),
+        (ShardedEmbeddingCollection, "_embedding_configs"),
+    )
     with ExitStack() as stack:
         for kind, configs in kinds:
             for name, function in (("init_data_parallel", wrap), ("reset_parameters", fill)):
@@ -77,7 +80,8 @@ def _send(waiting: list[tuple[torch.Tensor, Any]]) -> int:
     """Send what waits, and return how many broadcasts that spared."""
     spared = len(waiting)
     while waiting:
-        group, size, bucket = waiting[0][1], 0, []
+        group, size = waiting[0][1], 0
+        bucket: list[torch.Tensor] = []
         while waiting and waiting[0][1] is group and (not bucket or size + waiting[0][0].nbytes <= _BUCKET):
             tensor, _ = waiting.pop(0)
             size += tensor.nbytes
@@ -87,13 +91,13 @@ def _send(waiting: list[tuple[torch.Tensor, Any]]) -> int:
         else:
             flat = torch.cat(bucket)
             distributed.broadcast(flat, src=0, group=group)
-            for own, sent in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+            for own, sent in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
                 own.copy_(sent)
         spared -= 1
     return spared
 
 
-def _stays(kind: type, configs: Any, module: Any) -> str | None:
+def _stays(kind: Any, configs: Any, module: Any) -> str | None:
     """Why a module's data-parallel tables are as ever; None if it has none, empty if they are not."""
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.types import ShardingType

@@ -53,8 +53,8 @@ def answered(metadata: Callable[[Any], list[Any] | None], left_out: Callable[[in
         rank = distributed.get_rank(group)
         if found[rank] != mine:
             raise RuntimeError(
-                f"the sharding plan says {found[rank]} of a table's shards on this rank, but they are {mine}: leave the "
-                "rewrites 'ec_metadata' and 'mc_metadata' out (INITOPT_DISABLE), and report it"
+                f"the sharding plan says {found[rank]} of a table's shards on this rank, but they are {mine}: leave "
+                "the rewrites 'ec_metadata' and 'mc_metadata' out (INITOPT_DISABLE), and report it"
             )
         # What comes from a gather is a copy.
         told[:] = copy.deepcopy(found)
@@ -126,7 +126,7 @@ def _of_plan(module: Any, table: str) -> list[Any]:
     properties = TensorProperties(
         dtype=data_type_to_dtype(module._table_name_to_config[table].data_type),
         layout=torch.strided,
-        requires_grad=planned.compute_kernel == "dense",
+        requires_grad=False,
         memory_format=torch.contiguous_format,
         pin_memory=False,
     )

@@ -31,7 +31,7 @@ TESTED = {"torch": "2.13.", "torchrec": "1.9."}
 """The versions whose code between two meetings is known. With others nothing is left out."""
 
 _OFF = "INITOPT_DISABLE"
-_PARAMETERS = "dense parameters"
+_FORMS, _VALUES = "dense parameters", "values of dense parameters"
 
 
 class Elimination:
@@ -53,6 +53,7 @@ class Elimination:
         self._flag = validation_flag.Flag(False, False)
         self._ask_for_flag = False
         self._agreement: Agreement | None = None
+        self._differences: list[str] = []
 
     def agreement(
         self,
@@ -72,15 +73,17 @@ class Elimination:
         """
         self._agreement = agreement = Agreement(group, device, strict=self.strict)
         self._rewrites = self._chosen
-        agreement.assume("rewrites", "\n".join(self._rewrites), self._all_stay)
-        agreement.assume("versions", assumed.versions(model), self._all_stay)
-        agreement.assume("environment", assumed.environment(), self._all_stay)
-        agreement.assume("schedule", schedule, self._all_stay)
+        everything = functools.partial(self._stay, REWRITES)
+        agreement.assume("rewrites", "\n".join(self._rewrites), everything)
+        agreement.assume("versions", assumed.versions(model), everything)
+        agreement.assume("environment", assumed.environment(), everything)
+        agreement.assume("schedule", schedule, everything)
         agreement.assume("tables", assumed.tables(model, sharders))
         if "validation_flag" in self._rewrites:
             self._flag = validation_flag.found()
         agreement.assume("validation flag", self._flag.text(), self._flag_stays)
-        agreement.assume("process groups", groups.found() if "groups" in self._rewrites else "", self._groups_stay)
+        which = groups.found() if "groups" in self._rewrites else ""
+        agreement.assume("process groups", which, functools.partial(self._stay, ["groups"]))
         if parameters:
             self._compare_parameters(agreement, model, sharders)
         return agreement
@@ -127,25 +130,28 @@ class Elimination:
         # One that TorchRec's planner makes now it sends to all ranks.
         if plan is not None and agreement.plan is not plan:
             agreement.assume("sharding plan of DistributedModelParallel", assumed.placement(plan))
-        if not agreement.held(_PARAMETERS):
+        if not agreement.held(_VALUES):
             self._compare_parameters(agreement, model, sharders)
-        differing = agreement.hold() if agreement.waits else {}
-        _say(differing, distributed.get_rank())
+        if agreement.waits:
+            agreement.hold()
+        self._say()
         with ExitStack() as stack:
             foreign = _foreign(sharders)
             if foreign:
                 self._keep(["ddp_sync"], f"{foreign} may write to dense parameters")
             if "ddp_sync" in self._rewrites:
                 assert self._dense is not None
-                stack.enter_context(ddp.rewritten(self._dense, *self._by("ddp_sync")))
+                equal = len(set(agreement.told(_VALUES))) == 1
+                stack.enter_context(ddp.rewritten(self._dense, *self._by("ddp_sync"), equal=equal))
             stack.enter_context(on_this_thread(Parallel, "_init_dmp", functools.partial(self._shard, Parallel)))
             self._settle_flag()
             make()
 
     def _shard(self, parallel: type, dmp: Any, module: nn.Module) -> nn.Module:
         kinds = {sharder.module_type for sharder in dmp.sharders}
+        mine = [one for one in module.modules() if type(one) in kinds]
         # Their values are loaded over the tables, so what ranks hold of them is sent before.
-        loads = any(type(one) in kinds and getattr(one, "device", None) != torch.device("meta") for one in module.modules())
+        loads = any(getattr(one, "device", None) != torch.device("meta") for one in mine)
         with ExitStack() as stack:
             if "groups" in self._rewrites:
                 stack.enter_context(groups.rewritten(*self._by("groups")))
@@ -160,7 +166,9 @@ class Elimination:
 
     def _compare_parameters(self, agreement: Agreement, model: nn.Module, sharders: Sequence[Any]) -> None:
         self._dense = Dense(model, sharders)
-        agreement.assume(_PARAMETERS, self._dense.text(), lambda told: self._keep(["ddp_sync"], str(told)))
+        agreement.assume(_FORMS, self._dense.forms(), functools.partial(self._stay, ["ddp_sync"]))
+        # Other seeds on other ranks are no mistake: TorchRec sends rank 0's values.
+        agreement.assume(_VALUES, self._dense.values(), self._values_stay, explained=False)
 
     def _settle_flag(self) -> None:
         if self._ask_for_flag:
@@ -176,15 +184,21 @@ class Elimination:
         if meetings:
             self.left_out[name] = self.left_out.get(name, 0) + meetings
 
-    def _all_stay(self, told: Difference) -> None:
-        self._keep(REWRITES, str(told))
+    def _stay(self, names: Sequence[str], told: Difference) -> None:
+        self._differences.append(str(told))
+        self._keep(names, str(told))
 
     def _flag_stays(self, told: Difference) -> None:
         self._ask_for_flag = True
-        self._keep(["validation_flag"], str(told))
+        self._stay(["validation_flag"], told)
 
-    def _groups_stay(self, told: Difference) -> None:
-        self._keep(["groups"], str(told))
+    def _values_stay(self, told: Difference) -> None:
+        self._keep(["ddp_sync"], str(told), whole=False)
+
+    def _say(self) -> None:
+        told, self._differences = self._differences, []
+        if told and distributed.get_rank() == 0:
+            warnings.warn(f"initopt: {'; '.join(told)}: TorchRec's own way is taken there", stacklevel=6)
 
     def _keep(self, names: Iterable[str], why: str, *, whole: bool = True) -> None:
         for name in names:
@@ -224,7 +238,7 @@ def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:
     if other:
         tested = " and ".join(f"{name} {number}*" for name, number in TESTED.items())
         warnings.warn(
-            f"initopt: no meeting of ranks is left out: {' and '.join(other)} is not what that was tested with ({tested})",
+            f"initopt: no meeting of ranks is left out: {' and '.join(other)} is not what was tested ({tested})",
             stacklevel=4,
         )
         return ()
@@ -252,10 +266,3 @@ def _foreign(sharders: Sequence[Any]) -> str:
     """The name of a sharder that is not TorchRec's own, of which it is not known what it does; empty if all are."""
     kinds = [type(sharder) for sharder in sharders]
     return next((kind.__name__ for kind in kinds if not kind.__module__.startswith("torchrec.distributed.")), "")
-
-
-def _say(differing: Any, rank: int) -> None:
-    # Ranks of different seeds are no mistake.
-    told = [str(one) for key, one in differing.items() if key != _PARAMETERS]
-    if told and rank == 0:
-        warnings.warn(f"initopt: {'; '.join(told)}: TorchRec's own way is taken there", stacklevel=5)

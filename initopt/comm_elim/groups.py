@@ -102,7 +102,9 @@ def _group(purpose: str, members: range, backend: str, on_cpu: bool) -> Any:
     if len(ranks) == distributed.get_world_size() and on_cpu and backend == distributed.get_backend():
         return distributed.group.WORLD
     joined = "_".join(map(str, itertools.chain([purpose, _generation], ranks)))
-    _, store = c10d._world.pg_map[distributed.group.WORLD]
+    world = distributed.group.WORLD
+    assert world is not None
+    _, store = c10d._world.pg_map[world]
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(distributed.get_rank()),

@@ -175,7 +175,9 @@ def _say(own: OwnPlan, told: Sequence[_Message]) -> None:
     if own.why:
         logger.warning("initopt: the other ranks wait for rank 0's sharding plan: %s", own.why)
         return
-    warnings.warn(f"initopt: {_differs(own, told)}. Rank 0's plan is used on all ranks, as TorchRec would", stacklevel=3)
+    warnings.warn(
+        f"initopt: {_differs(own, told)}. Rank 0's plan is used on all ranks, as TorchRec would", stacklevel=3
+    )
 
 
 def _differs(own: OwnPlan, told: Sequence[_Message]) -> str:

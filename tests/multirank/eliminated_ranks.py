@@ -25,7 +25,7 @@ class Case:
     shardings: tuple[str, ...]
     local: int = 2
     seeds: str = "equal"
-    """`equal`, or `rank` for other ones on each rank."""
+    """`equal`, `rank` for another one on each rank, or `one` for another one on rank 1."""
     steps: int = 3
     kernel: str = "fused"
     dense: bool = True
@@ -35,7 +35,9 @@ class Case:
     def name(self) -> str:
         kinds = Counter(self.shardings)
         tables = "+".join(f"{count} {kind}" for kind, count in kinds.items())
-        more = ", ".join([f"{self.local} a host", *(["other seeds"] if self.seeds != "equal" else []), self.kernel])
+        more = ", ".join(
+            [f"{self.local} a host", *([f"seeds: {self.seeds}"] if self.seeds != "equal" else []), self.kernel]
+        )
         return f"{self.module} {tables} ({more}, {self.device})"
 
 
@@ -73,7 +75,19 @@ def sharding(kind: str, index: int, world: int, local: int, kernel: str) -> Any:
     }[kind]()
 
 
-def built(case: Case, *, rows: Callable[[int], int] = lambda index: 32 + 8 * index, order: bool = True) -> Any:
+PARALLEL: Any = None
+"""A class to use instead of DistributedModelParallel."""
+
+
+def built(
+    case: Case,
+    *,
+    rows: Callable[[int], int] = lambda index: 32 + 8 * index,
+    order: bool = True,
+    init_fn: Any = None,
+    dense_device: str = "cpu",
+    sharder: Any = None,
+) -> Any:
     """The model, its plan and its sharders."""
     import torch
     from torch import nn
@@ -95,8 +109,15 @@ def built(case: Case, *, rows: Callable[[int], int] = lambda index: 32 + 8 * ind
     bags = case.module in ("EBC", "MC EBC")
     config = EmbeddingBagConfig if bags else EmbeddingConfig
     tables = [
-        config(name=f"t{i}", feature_names=[f"f{i}"], embedding_dim=8, num_embeddings=rows(i))
-        for i in range(len(case.shardings))
+        # TorchRec divides columns by 128.
+        config(
+            name=f"t{i}",
+            feature_names=[f"f{i}"],
+            embedding_dim=256 if kind == "grid_shard" else 8,
+            num_embeddings=rows(i),
+            init_fn=init_fn,
+        )
+        for i, kind in enumerate(case.shardings)
     ]
     if not order:
         tables.reverse()
@@ -108,7 +129,7 @@ def built(case: Case, *, rows: Callable[[int], int] = lambda index: 32 + 8 * ind
         "MC EBC": ManagedCollisionEmbeddingBagCollectionSharder,
         "MC EC": ManagedCollisionEmbeddingCollectionSharder,
     }
-    sharder = sharders[case.module]()
+    sharder = sharder or sharders[case.module]()
     module: Any = inner
     if case.module.startswith("MC"):
         collision = ManagedCollisionCollection(
@@ -132,17 +153,15 @@ def built(case: Case, *, rows: Callable[[int], int] = lambda index: 32 + 8 * ind
         def __init__(self) -> None:
             super().__init__()
             self.tables = module
-            self.over = nn.Linear(8 * len(tables), 1) if case.dense else nn.Identity()
+            width = sum(one.embedding_dim for one in tables)
+            self.over = nn.Linear(width, 1, device=dense_device) if case.dense else nn.Identity()
             self.register_buffer("own", torch.full((3,), float(os.environ["RANK"])))
 
         def forward(self, features: Any) -> Any:
             found = self.tables(features)
             if case.module.startswith("MC"):
                 found = found[0]
-            if bags:
-                values = found.values()
-            else:
-                values = torch.cat([found[f"f{i}"].values() for i in range(len(tables))], dim=1)
+            values = found.values() if bags else torch.cat([found[f"f{i}"].values() for i in range(len(tables))], dim=1)
             return self.over(values).square().mean()
 
     model = Model()
@@ -181,12 +200,15 @@ def outcome(case: Case, around: Callable[[], AbstractContextManager[Any]] = null
 
     os.environ["LOCAL_WORLD_SIZE"] = str(case.local)
     with own_group():
-        torch.manual_seed(5 if case.seeds == "equal" else 5 + int(os.environ["RANK"]))
+        rank = int(os.environ["RANK"])
+        torch.manual_seed(5 + {"equal": 0, "rank": rank, "one": rank == 1}[case.seeds])
         model, plan, sharders = built(case, **changes)
         seen: Counter[str] = Counter()
         before = groups()
         with counted(seen), around() as elimination:
-            dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+            dmp = (PARALLEL or DistributedModelParallel)(
+                model, device=torch.device("cpu"), plan=plan, sharders=sharders
+            )
         found = Outcome(meetings=dict(seen), groups=groups() - before)
         found.left_out, found.kept = getattr(elimination, "left_out", {}), getattr(elimination, "kept", {})
         found.generator = digest(torch.get_rng_state())
@@ -212,7 +234,9 @@ def note_state(found: Outcome, dmp: Any, when: str = "") -> None:
     for name, value in dmp.state_dict().items():
         found.state[when + name] = digest(value)
         if hasattr(value, "metadata"):
-            found.metadata[when + name] = repr((value.metadata(), value.sharding_spec(), value.dtype, value.requires_grad))
+            found.metadata[when + name] = repr(
+                (value.metadata(), value.sharding_spec(), value.dtype, value.requires_grad)
+            )
     for name, value in dmp.named_parameters():
         found.state[f"{when}parameter {name}"] = digest(value)
 
@@ -230,8 +254,8 @@ _made = itertools.count()
 
 
 @contextmanager
-def own_group() -> Iterator[None]:
-    """A process group of the block's own, and TorchRec's globals as in a fresh process."""
+def own_group(*, forgets: bool = True) -> Iterator[None]:
+    """A process group of the block's own; afterwards TorchRec `forgets` what it keeps for the process."""
     from torch import distributed
     from torchrec.distributed import collective_utils, comm
 
@@ -246,8 +270,9 @@ def own_group() -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group()
-        collective_utils._INITIALIZED = False
-        comm._INTRA_PG = comm._CROSS_PG = None
+        if forgets:
+            collective_utils._INITIALIZED = False
+            comm._INTRA_PG = comm._CROSS_PG = None
 
 
 def groups() -> int:
