@@ -121,6 +121,30 @@ def test_a_rank_that_is_set_up_differently_is_named_and_all_do_as_torchrec(chang
         assert found.meetings["all_gather_object"] == 3, "the two of TorchRec, and one that tells what differs"
 
 
+def of_another_schedule(schedules: list[str]) -> tuple[list[str], dict[str, str]]:
+    import torch
+    from torch import distributed
+
+    from initopt import Elimination
+
+    with own_group():
+        model, _, sharders = built(Case("EBC", ("table_wise",)))
+        elimination = Elimination()
+        mine = schedules[int(os.environ["RANK"])]
+        agreement = elimination.agreement(
+            distributed.group.WORLD, torch.device("cpu"), model, sharders, schedule=mine, parameters=False
+        )
+        return [str(one) for one in agreement.hold().values()], elimination.kept
+
+
+def test_another_schedule_is_named_and_nothing_is_left_out() -> None:
+    for differs, kept in fork_ranks(of_another_schedule, ["store\nplan", "store\nfeatures\nplan"]):
+        assert differs == ["schedule differs between ranks (rank 0: plan; rank 1: features)"]
+        assert len(kept) == 6
+    for differs, kept in fork_ranks(of_another_schedule, ["store\nplan"] * 2):
+        assert differs == [] and kept == {}
+
+
 def known_flag(rank: int) -> None:
     from torchrec.distributed import collective_utils
 
@@ -330,6 +354,7 @@ def kept(kind: str) -> tuple[bool, Outcome]:
 
         eliminated_ranks.PARALLEL = Mine
     if kind == "sharder":
+        case = replace(case, seeds="equal")
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
         class Own(EmbeddingBagCollectionSharder):  # type: ignore[misc]
