@@ -24,6 +24,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.bench_dynamic_shapes
 	$(BIN)/python -m benchmarks.bench_autotune
 	$(BIN)/python -m benchmarks.bench_tables
+	$(BIN)/python -m benchmarks.bench_collectives
 	$(BIN)/python -m benchmarks.startup
 
 lint: $(READY)

@@ -6,7 +6,6 @@ A text has a line for each thing that may differ, so that a difference is told i
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import sys
@@ -32,7 +31,7 @@ _STEERING = (
 )
 """Variables that decide which groups and collectives a start-up has."""
 
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "initopt")
+_PACKAGES = ("torch", "torchrec", "fbgemm_gpu", "initopt")
 
 MOST = 64 << 20
 """Bytes of parameters whose values are compared, at 40 ms a rank. Above it a broadcast may be the quicker proof."""
@@ -46,14 +45,15 @@ def environment() -> str:
 def versions(model: nn.Module) -> str:
     """What runs here: Python, the packages, and the files of the script and of the model's class."""
     lines = [f"python {platform.python_version()}"]
-    for name in _PACKAGES:
-        try:
-            lines.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            lines.append(f"{name} missing")
+    lines += [f"{name} {version(name)}" for name in _PACKAGES]
     for what, module in (("script", "__main__"), ("model's file", type(model).__module__)):
         lines.append(f"the {what} has sha256 {_sha256(getattr(sys.modules.get(module), '__file__', None))}")
     return "\n".join(lines)
+
+
+def version(package: str) -> str:
+    """The version of a package that is loaded: to look it up on disk takes longer than what is to be left out."""
+    return str(getattr(sys.modules.get(package), "__version__", "of no known version"))
 
 
 def tables(model: nn.Module, sharders: Sequence[Any]) -> str:

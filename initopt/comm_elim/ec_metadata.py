@@ -5,7 +5,6 @@ TorchRec's code runs as it is; only its gather is answered from the plan, with w
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -39,7 +38,7 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None]) -> I
 
 @contextmanager
 def answered(metadata: Callable[[Any], list[Any] | None], left_out: Callable[[int], None]) -> Iterator[None]:
-    """Answer all_gather_object in the block with what `metadata` gives, each rank's in turn, for this rank's own.
+    """Answer all_gather_object in the block with new objects of `metadata`, each rank's in turn, for this rank's own.
 
     Raises RuntimeError if it gives something else for this rank: the others would be told wrong, too. Where it gives
     None the ranks meet.
@@ -56,8 +55,7 @@ def answered(metadata: Callable[[Any], list[Any] | None], left_out: Callable[[in
                 f"the sharding plan says {found[rank]} of a table's shards on this rank, but they are {mine}: leave "
                 "the rewrites 'ec_metadata' and 'mc_metadata' out (INITOPT_DISABLE), and report it"
             )
-        # What comes from a gather is a copy.
-        told[:] = copy.deepcopy(found)
+        told[:] = found
         left_out(1)
 
     with on_this_thread(distributed, "all_gather_object", gather):
@@ -119,6 +117,7 @@ def _table_stays(module: Any, table: str) -> str:
 
 def _of_plan(module: Any, table: str) -> list[Any]:
     """What each rank would send: its shards in the plan's order, or None if it has none."""
+    from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata, TensorProperties
     from torchrec.modules.embedding_configs import data_type_to_dtype
 
@@ -130,9 +129,9 @@ def _of_plan(module: Any, table: str) -> list[Any]:
         memory_format=torch.contiguous_format,
         pin_memory=False,
     )
-    found: list[Any] = []
-    for rank in range(distributed.get_world_size()):
-        shards = [one for one in planned.sharding_spec.shards if one.placement.rank() == rank]
-        size = torch.Size(module._name_to_table_size[table])
-        found.append(ShardedTensorMetadata(shards, size, properties) if shards else None)
-    return found
+    by_rank: list[list[Any]] = [[] for _ in range(distributed.get_world_size())]
+    for one in planned.sharding_spec.shards:
+        # TorchRec's code adds to the lists that it is given, and changes them.
+        by_rank[one.placement.rank()].append(ShardMetadata([*one.shard_offsets], [*one.shard_sizes], one.placement))
+    size = torch.Size(module._name_to_table_size[table])
+    return [ShardedTensorMetadata(shards, size, properties) if shards else None for shards in by_rank]

@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -234,7 +233,10 @@ def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:
             warnings.warn(
                 f"initopt: {_OFF} names {name!r}, which is no rewrite; there are {', '.join(REWRITES)}", stacklevel=4
             )
-    other = [f"{name} {version(name)}" for name, tested in TESTED.items() if not version(name).startswith(tested)]
+    import torchrec  # noqa: F401  its version is asked for
+
+    found = {name: assumed.version(name) for name in TESTED}
+    other = [f"{name} {found[name]}" for name, tested in TESTED.items() if not found[name].startswith(tested)]
     if other:
         tested = " and ".join(f"{name} {number}*" for name, number in TESTED.items())
         warnings.warn(

@@ -5,7 +5,6 @@ TorchRec's code runs as it is; only its gathers are answered from the plan, with
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,14 +101,17 @@ def _by_rank(table: Any) -> list[Any]:
 
 def _of_plan(shards: list[Any], mine: Any) -> list[Any]:
     """What each rank would send for a buffer of which this rank sends `mine`."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata
+
+    [own] = mine.shards_metadata
     found = []
-    offset = 0
+    first = 0
     for shard in shards:
-        one = copy.deepcopy(mine)
-        [own] = one.shards_metadata
-        own.shard_offsets[0], own.shard_sizes[0], own.placement = offset, shard.shard_sizes[0], shard.placement
-        offset += shard.shard_sizes[0]
-        found.append(one)
+        rows = shard.shard_sizes[0]
+        one = ShardMetadata([first, *own.shard_offsets[1:]], [rows, *own.shard_sizes[1:]], shard.placement)
+        found.append(ShardedTensorMetadata([one], mine.size, mine.tensor_properties))
+        first += rows
     return found
 
 

@@ -359,15 +359,18 @@ def trainer(
             initopt.make_fast(planner)
         return initopt.plan_locally(planner, model, sharders, rank=place.rank)
 
+    def elimination() -> Elimination | None:
+        if isinstance(eliminate, bool):
+            return initopt.Elimination(strict=strict) if eliminate else None
+        return initopt.Elimination(eliminate, strict=strict)
+
     def sharding_plan(
         place: Place, process_group: Any, model: nn.Module, own_plan: OwnPlan, sharders: list[Any]
     ) -> Any:
         for remark in own_plan.remarks:
             start.note(remark)
-        agreement = None
-        if eliminate is not False:
-            chosen = {} if eliminate is True else {"rewrites": eliminate}
-            start.elimination = initopt.Elimination(**chosen, strict=strict)
+        start.elimination, agreement = elimination(), None
+        if start.elimination is not None:
             agreement = start.elimination.agreement(
                 process_group,
                 place.device,
@@ -385,6 +388,8 @@ def trainer(
 
         place.enter()
         filling = initopt.fill_once(restored=checkpoint_has_tables) if fill_once else nullcontext()
+        # Where the plan comes from a step of somebody else's, it is compared here.
+        start.elimination = start.elimination or elimination()
         eliminating = start.elimination.block() if start.elimination is not None else nullcontext()
         with filling as filled, eliminating:
             sharded = DistributedModelParallel(module=model, device=place.device, plan=sharding_plan, sharders=sharders)

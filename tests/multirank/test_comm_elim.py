@@ -82,9 +82,15 @@ def one_differs(change: Callable[[int], None], case: Case, strict: bool = False)
 def other_version(rank: int) -> None:
     from initopt.comm_elim import assumed
 
-    real = assumed.importlib.metadata.version
+    real = assumed.version
     if rank == 1:
-        assumed.importlib.metadata.version = lambda name: "0.0" if name == "torchrec" else real(name)  # type: ignore[assignment]
+        assumed.version = lambda name: "1.9.0" if name == "torchrec" else real(name)
+
+
+def unknown_version(rank: int) -> None:
+    from initopt.comm_elim import elimination
+
+    elimination.TESTED["torchrec"] = "0."
 
 
 def other_environment(rank: int) -> None:
@@ -107,7 +113,7 @@ def other_rewrites(rank: int) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (other_version, "versions differs between ranks (rank 0: torchrec 1.9.2; rank 1: torchrec 0.0)"),
+        (other_version, "versions differs between ranks (rank 0: torchrec 1.9.2; rank 1: torchrec 1.9.0)"),
         (other_environment, "rank 1: TORCHREC_VALIDATE_COLLECTIVES=1"),
         (other_script, "rank 1: the script has sha256 of another file"),
         (other_rewrites, "rewrites differs between ranks (rank 0: ec_metadata; rank 1: mc_metadata)"),
@@ -119,6 +125,16 @@ def test_a_rank_that_is_set_up_differently_is_named_and_all_do_as_torchrec(chang
         assert equal and found.left_out == {}
         assert any(says in text for text in said) == (rank == 0)
         assert found.meetings["all_gather_object"] == 3, "the two of TorchRec, and one that tells what differs"
+
+
+def test_with_an_unknown_version_nothing_is_left_out() -> None:
+    case = Case("EC", ("table_wise", "row_wise"), steps=1)
+    for equal, found, said in fork_ranks(one_differs, unknown_version, case):
+        assert equal and found.left_out == {} and found.meetings["all_gather_object"] == 2
+        assert said == [
+            "initopt: no meeting of ranks is left out: torchrec 1.9.2 is not what was tested "
+            "(torch 2.13.* and torchrec 0.*)"
+        ]
 
 
 def of_another_schedule(schedules: list[str]) -> tuple[list[str], dict[str, str]]:
