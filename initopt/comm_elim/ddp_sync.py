@@ -39,11 +39,11 @@ def rewritten(
             why = "there are dense parameters whose values are not known before the model is sharded"
         if why:
             kept(why)
-            wrapper._ddp_wrap(dmp, env, device, ignored)
+            DefaultDataParallelWrapper._ddp_wrap(wrapper, dmp, env, device, ignored)
             return
         if not equal:
             with on_this_thread(home, "_verify_param_shape_across_processes", lambda *args, **kwargs: None):
-                wrapper._ddp_wrap(dmp, env, device, ignored)
+                DefaultDataParallelWrapper._ddp_wrap(wrapper, dmp, env, device, ignored)
             left_out(MEETINGS - 1)
             return
         changed = next(dense.changed(mine), None)
@@ -53,7 +53,7 @@ def rewritten(
                 "to it before DistributedModelParallel begins, or leave the rewrite 'ddp_sync' out"
             )
         with without_sync(lambda given: given is dmp._dmp_wrapped_module or given is module):
-            wrapper._ddp_wrap(dmp, env, device, ignored)
+            DefaultDataParallelWrapper._ddp_wrap(wrapper, dmp, env, device, ignored)
         left_out(MEETINGS)
 
     with on_this_thread(DefaultDataParallelWrapper, "_ddp_wrap", wrap):

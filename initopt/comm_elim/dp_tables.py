@@ -37,20 +37,20 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None], *, a
     def wrap(kind: Any, configs: str, module: Any) -> None:
         why = _stays(kind, getattr(module, configs), module)
         if why is None:
-            module.init_data_parallel()
+            kind.init_data_parallel(module)
             return
         if why:
             kept(why)
-            module.init_data_parallel()
+            kind.init_data_parallel(module)
             return
         lookups = list(module._lookups)
         with ddp_sync.without_sync(lambda given: any(given is lookup for lookup in lookups)):
-            module.init_data_parallel()
+            kind.init_data_parallel(module)
         left_out(ddp_sync.MEETINGS * sum(given is not now for given, now in zip(lookups, module._lookups, strict=True)))
 
     def fill(kind: Any, configs: str, module: Any) -> None:
         if _stays(kind, getattr(module, configs), module) != "":
-            module.reset_parameters()
+            kind.reset_parameters(module)
             return
 
         def collect(tensor: torch.Tensor, src: Any = None, group: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None], *, a
             return None
 
         with on_this_thread(distributed, "broadcast", collect):
-            module.reset_parameters()
+            kind.reset_parameters(module)
         if at_once:
             left_out(_send(waiting))
 

@@ -27,10 +27,10 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None]) -> I
         why = _stays(module)
         if why:
             kept(why)
-            module._initialize_torch_state(*args, **kwargs)
+            ShardedEmbeddingCollection._initialize_torch_state(module, *args, **kwargs)
             return
         with _answered(module, left_out, kept):
-            module._initialize_torch_state(*args, **kwargs)
+            ShardedEmbeddingCollection._initialize_torch_state(module, *args, **kwargs)
 
     with on_this_thread(ShardedEmbeddingCollection, "_initialize_torch_state", state):
         yield

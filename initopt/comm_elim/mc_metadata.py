@@ -25,7 +25,7 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None]) -> I
         why = _stays(module, unsharded)
         if why:
             kept(why)
-            module._create_managed_collision_modules(unsharded)
+            Sharded._create_managed_collision_modules(module, unsharded)
             return
         # TorchRec goes through them in this order, and gathers once for each.
         tables = iter(_tables(module))
@@ -39,15 +39,15 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None]) -> I
 
         if module.training:
             with on_this_thread(distributed, "all_gather", gather):
-                module._create_managed_collision_modules(unsharded)
+                Sharded._create_managed_collision_modules(module, unsharded)
         else:
-            module._create_managed_collision_modules(unsharded)
+            Sharded._create_managed_collision_modules(module, unsharded)
 
     def state(module: Any) -> None:
         why = _stays(module, module)
         if why:
             kept(why)
-            module._initialize_torch_state()
+            Sharded._initialize_torch_state(module)
             return
         # TorchRec goes through them in this order, and gathers once for each.
         names = set(module.sharded_parameter_names(prefix="_managed_collision_modules"))
@@ -58,7 +58,7 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None]) -> I
             return _of_plan(_by_rank(tables[next(buffers).split(".")[1]]), mine)
 
         with answered(metadata, left_out):
-            module._initialize_torch_state()
+            Sharded._initialize_torch_state(module)
 
     with (
         on_this_thread(Sharded, "_create_managed_collision_modules", create),

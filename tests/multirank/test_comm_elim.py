@@ -369,6 +369,23 @@ def kept(kind: str) -> tuple[bool, Outcome]:
             pass
 
         eliminated_ranks.PARALLEL = Mine
+    if kind == "sharded":
+        from torchrec.distributed import embeddingbag
+
+        class Sharded(embeddingbag.ShardedEmbeddingBagCollection):  # type: ignore[misc]
+            def init_data_parallel(self) -> None:
+                super().init_data_parallel()
+                assert self._lookups[1].module.__class__.__name__ == "GroupedPooledEmbeddingsLookup", "wrapped once"
+
+            def reset_parameters(self) -> None:
+                import torch
+
+                torch.rand(())
+                super().reset_parameters()
+
+        embeddingbag.EmbeddingBagCollectionSharder.shard = lambda sharder, module, params, env, device=None, fqn=None: (
+            Sharded(module, params, env, sharder.fused_params, device)
+        )
     if kind == "sharder":
         case = replace(case, seeds="equal")
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -387,6 +404,7 @@ def kept(kind: str) -> tuple[bool, Outcome]:
     [
         ("own init_fn", "dp_tables", "may read its table"),
         ("meta dense", "ddp_sync", "not known before the model is sharded"),
+        ("sharded", "dp_tables", "Sharded is not TorchRec's own"),
         ("subclass", "validation_flag", "Mine is not TorchRec's own"),
         ("sharder", "ddp_sync", "Own may write to dense parameters"),
     ],
