@@ -156,7 +156,9 @@ class Elimination:
                 stack.enter_context(groups.rewritten(*self._by("groups")))
             if "ec_metadata" in self._rewrites:
                 stack.enter_context(ec_metadata.rewritten(*self._by("ec_metadata")))
-            if "mc_metadata" in self._rewrites:
+            # Who has none would pay for the import of what is rewritten.
+            collides = any(type(one).__module__.startswith("torchrec.modules.mc_") for one in module.modules())
+            if "mc_metadata" in self._rewrites and collides:
                 stack.enter_context(mc_metadata.rewritten(*self._by("mc_metadata")))
             if "dp_tables" in self._rewrites:
                 stack.enter_context(dp_tables.rewritten(*self._by("dp_tables"), at_once=loads))

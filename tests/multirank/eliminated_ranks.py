@@ -30,6 +30,7 @@ class Case:
     kernel: str = "fused"
     dense: bool = True
     device: str = "meta"
+    half: bool = False
 
     @property
     def name(self) -> str:
@@ -38,7 +39,7 @@ class Case:
         more = ", ".join(
             [f"{self.local} a host", *([f"seeds: {self.seeds}"] if self.seeds != "equal" else []), self.kernel]
         )
-        return f"{self.module} {tables} ({more}, {self.device})"
+        return f"{self.module} {tables} ({more}, {self.device}{', half' if self.half else ''})"
 
 
 @dataclass
@@ -99,6 +100,7 @@ def built(
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan
     from torchrec.distributed.types import ShardingPlan
     from torchrec.modules import mc_embedding_modules as managed
+    from torchrec.modules.embedding_configs import DataType
     from torchrec.modules.mc_modules import (
         DistanceLFU_EvictionPolicy,
         ManagedCollisionCollection,
@@ -116,6 +118,7 @@ def built(
             embedding_dim=256 if kind == "grid_shard" else 8,
             num_embeddings=rows(i),
             init_fn=init_fn,
+            data_type=DataType.FP16 if case.half else DataType.FP32,
         )
         for i, kind in enumerate(case.shardings)
     ]

@@ -33,6 +33,7 @@ TABLE = [
     (Case("EC", ("data_parallel", "data_parallel", "table_wise"), steps=0, seeds="rank"), 8, 3),
     (Case("EC", ("table_wise", "data_parallel"), steps=0, seeds="rank", device="cpu"), 7, 3),
     (Case("EC", ("table_wise", "row_wise"), steps=0, kernel="dense"), 5, 1),
+    (Case("EC", ("table_wise", "row_wise", "data_parallel"), steps=0, half=True), 8, 2),
     (Case("MC EBC", ("row_wise",) * 2), 13, 1),
     (Case("MC EC", ("row_wise",) * 2), 15, 1),
     (Case("EBC", ("table_wise",), dense=False), 1, 1),

@@ -108,6 +108,28 @@ def test_strict_stops_all_ranks_where_one_has_another_seed() -> None:
         assert "sharding_plan" in text and "dense parameters differs between ranks (rank 0: " in text
 
 
+def fails_on_rank_0() -> str:
+    """A constructor fails on one rank only; the others have a meeting ahead that it will not come to."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    from initopt import StartupFailed
+
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("None has no name")
+
+    if os.environ["RANK"] == "0":
+        EmbeddingBagCollectionSharder.shard = raises
+    start = small(config(sharding="data_parallel"), timeout=60.0)
+    with pytest.raises(StartupFailed) as caught:
+        start.run()
+    return f"{caught.value} {caught.value.exceptions}"
+
+
+def test_a_rank_that_fails_in_the_constructor_is_named_on_all_ranks() -> None:
+    for text in fork_ranks(fails_on_rank_0, timeout=50.0):
+        assert "failed in step 'dmp' on rank 0" in text and "None has no name" in text
+
+
 def test_rewrites_are_chosen_by_name() -> None:
     for _, meetings, notes, _ in fork_ranks(trained, "table_wise", ["ddp_sync"]):
         assert meetings == {"all_gather_into_tensor": 1, "broadcast_object_list": 1}
