@@ -48,6 +48,7 @@ class Elimination:
         self.kept: dict[str, str] = {}
         """Why a rewrite was not used, or not everywhere."""
         self._chosen = self._rewrites = _chosen(rewrites)
+        self._model: nn.Module | None = None
         self._dense: Dense | None = None
         self._flag = validation_flag.Flag(False, False)
         self._ask_for_flag = False
@@ -71,6 +72,7 @@ class Elimination:
         own: choose that where something may still write to them.
         """
         self._agreement = agreement = Agreement(group, device, strict=self.strict)
+        self._model = model
         self._rewrites = self._chosen
         everything = functools.partial(self._stay, REWRITES)
         agreement.assume("rewrites", "\n".join(self._rewrites), everything)
@@ -123,7 +125,7 @@ class Elimination:
         model, plan, device = given["module"], given["plan"], given["device"] or torch.device("cpu")
         sharders = get_default_sharders() if given["sharders"] is None else given["sharders"]
         agreement, self._agreement = self._agreement, None
-        if agreement is None or not agreement.held("rewrites"):
+        if agreement is None or model is not self._model or not agreement.held("rewrites"):
             where = torch.device("cpu") if "gloo" in distributed.get_backend() else device
             agreement = self.agreement(distributed.group.WORLD, where, model, sharders)
         # One that TorchRec's planner makes now it sends to all ranks.
@@ -142,11 +144,11 @@ class Elimination:
                 assert self._dense is not None
                 equal = len(set(agreement.told(_VALUES))) == 1
                 stack.enter_context(ddp.rewritten(self._dense, *self._by("ddp_sync"), equal=equal))
-            stack.enter_context(on_this_thread(Parallel, "_init_dmp", functools.partial(self._shard, Parallel)))
+            stack.enter_context(on_this_thread(Parallel, "_init_dmp", self._shard))
             self._settle_flag()
             make()
 
-    def _shard(self, parallel: type, dmp: Any, module: nn.Module) -> nn.Module:
+    def _shard(self, dmp: Any, module: nn.Module) -> nn.Module:
         kinds = {sharder.module_type for sharder in dmp.sharders}
         mine = [one for one in module.modules() if type(one) in kinds]
         # Their values are loaded over the tables, so what ranks hold of them is sent before.
@@ -261,8 +263,9 @@ def _stays(dmp: Any, given: dict[str, Any]) -> str:
     env = given["env"]
     if env is not None and (type(env) is not ShardingEnv or env.process_group is not distributed.group.WORLD):
         return "its process group is not that of all ranks"
-    if given["device"] is not None and given["device"].type == "meta":
-        return "it is on the meta device"
+    kind = given["device"].type if given["device"] is not None else "cpu"
+    if kind == "meta" or (kind == "cpu" and distributed.get_backend() == "nccl"):
+        return f"ranks can't meet on the device {kind}"
     return ""
 
 
