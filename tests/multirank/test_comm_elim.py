@@ -190,6 +190,17 @@ def test_groups_that_were_made_at_other_times_are_torchrecs() -> None:
         assert "rank 1: groups made 1 times" in found.kept["groups"]
 
 
+def wants_barriers(rank: int) -> None:
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+
+
+def test_groups_that_need_all_ranks_are_torchrecs() -> None:
+    case = Case("EBC", ("table_row_wise",) * 2, local=1, steps=1)
+    for equal, found, said in fork_ranks(one_differs, wants_barriers, case):
+        assert equal and said == [] and found.meetings["new_group"] == 3
+        assert found.kept["groups"].startswith("TORCH_DIST_INIT_BARRIER asks for a barrier")
+
+
 def disagreement(change: Callable[[int], dict[str, Any]], case: Case, strict: bool = False) -> str:
     """What is raised on this rank; within the block, so that no rank is left in a meeting."""
     from initopt import Disagreement, eliminated
