@@ -427,7 +427,7 @@ def test_what_is_not_known_is_as_in_torchrec(kind: str, name: str, why: str) -> 
         assert name not in found.left_out and why in found.kept[name]
 
 
-def written_to(names: list[str]) -> str:
+def written_to() -> str:
     """A dense parameter is written to between the agreement and the wrap of the model."""
     import torch
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -449,7 +449,7 @@ def written_to(names: list[str]) -> str:
 
 
 def test_a_parameter_that_is_written_to_after_the_agreement_is_named() -> None:
-    assert all("'over.weight'" in text for text in fork_ranks(written_to, []))
+    assert all("'over.weight'" in text for text in fork_ranks(written_to))
 
 
 def test_rewrites_are_switched_off_by_name() -> None:
