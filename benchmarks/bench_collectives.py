@@ -19,9 +19,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -210,44 +209,50 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} ... {max(values):.{digits}f})"
 
 
-def _say(what: str, rows: Callable[[], list[str]]) -> list[str]:
-    start = time.monotonic()
-    found = rows()
-    print(f"{what}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return found
+_TIMED = """| ranks | tables | meetings | groups | TorchRec, ms | TorchRec / initopt | equal |
+|---:|---|---|---|---|---|---|"""
+
+
+def parts(chosen: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """Measure and yield the chosen parts, each with its heading."""
+    rounds = f"{chosen.rounds} rounds"
+    for ranks in chosen.ranks:
+        yield f"{ranks} gloo ranks, {rounds}, nothing emulated", [_TIMED, *table(ranks, chosen.rounds, 0.0)]
+    for latency in chosen.latencies:
+        heading = f"Emulated: each collective {latency:g} ms later, 4 ranks, {rounds}"
+        yield heading, [_TIMED, *table(4, chosen.rounds, latency / 1e3)]
+    if chosen.alone:
+        head = ["| tables | rewrite | meetings | TorchRec / initopt |", "|---|---|---|---|"]
+        yield f"Each rewrite by itself, 4 ranks, {rounds}, nothing emulated", [*head, *by_itself(chosen.rounds)]
+    head = ["| ranks | groups that TorchRec creates on a rank | initopt |", "|---:|---:|---:|"]
+    counts = [(ranks, *fork_ranks(many, ranks, 8, ranks=1)[0]) for ranks in (64, 1024)]
+    yield "Groups of hosts, fake backend, 8 ranks a host", head + [f"| {r} | {a} | {b} |" for r, a, b in counts]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--latencies", type=float, nargs="*", default=[0.1, 0.5, 2.0], help="ms a collective, emulated")
-    parser.add_argument("--save", action="store_true", help=f"keep the tables in {RESULTS.name}")
+    parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="each rewrite by itself")
+    parser.add_argument("--save", action="store_true", help=f"put what was measured into {RESULTS.name}")
     chosen = parser.parse_args()
-    head = [
-        "| ranks | tables | meetings | groups | TorchRec, ms | TorchRec / initopt | equal |",
-        "|---:|---|---|---|---|---|---|",
-    ]
-    parts = ["## Real gloo ranks, nothing emulated", "", *head]
-    for ranks in chosen.ranks:
-        parts += _say(f"{ranks} ranks", lambda ranks=ranks: table(ranks, chosen.rounds, 0.0))  # type: ignore[misc]
-    for latency in chosen.latencies:
-        parts += ["", f"## Emulated: each collective {latency:g} ms later, 4 ranks", "", *head]
-        parts += _say(f"{latency} ms", lambda at=latency: table(4, chosen.rounds, at / 1e3))  # type: ignore[misc]
-    parts += ["", "## Each rewrite by itself, 4 ranks, nothing emulated", ""]
-    parts += ["| tables | rewrite | meetings | TorchRec / initopt |", "|---|---|---|---|"]
-    parts += _say("by itself", lambda: by_itself(chosen.rounds))
-    parts += ["", "## Groups of hosts, fake backend, 8 ranks a host", ""]
-    parts += ["| ranks | groups that TorchRec creates on a rank | initopt |", "|---:|---:|---:|"]
-    for ranks in (64, 1024):
-        [(stock, mine)] = fork_ranks(many, ranks, 8, ranks=1)
-        parts.append(f"| {ranks} | {stock} | {mine} |")
-    text = "\n".join(parts)
-    print(text)
-    if chosen.save:
-        note = about("bench_collectives", f"medians and ranges of {chosen.rounds} rounds")
-        note = note.replace("nothing emulated", "emulated where it says so")
-        RESULTS.write_text(f"# Meetings of ranks\n\n{note}\n\n{text}\n")
+    found: dict[str, str] = {}
+    if chosen.save and RESULTS.exists():
+        old = RESULTS.read_text().split("\n## ")[1:]
+        found = {part.split("\n", 1)[0]: part.split("\n", 1)[1].strip() for part in old}
+    for heading, rows in parts(chosen):
+        found[heading] = f"{_measured()}\n\n" + "\n".join(rows)
+        print(f"## {heading}\n\n{found[heading]}\n", flush=True)
+        if chosen.save:
+            sections = "\n\n".join(f"## {one}\n\n{text}" for one, text in found.items())
+            RESULTS.write_text(
+                f"# Meetings of ranks\n\n`python -m benchmarks.bench_collectives --save`\n\n{sections}\n"
+            )
+
+
+def _measured() -> str:
+    return about("bench_collectives").split("`", 2)[2].split(", one thread")[0].strip() + "."
 
 
 if __name__ == "__main__":
