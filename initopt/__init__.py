@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from initopt.agreement import Agreement as Agreement
+    from initopt.agreement import Difference as Difference
+    from initopt.agreement import Disagreement as Disagreement
+    from initopt.comm_elim.elimination import Elimination as Elimination
+    from initopt.comm_elim.elimination import eliminated as eliminated
     from initopt.compile_cache.calls import Call as Call
     from initopt.compile_cache.compile_events import recompiled_since as recompiled_since
     from initopt.compile_cache.warmup import Compile as Compile
@@ -37,9 +42,13 @@ if TYPE_CHECKING:
 
 _HOME = {
     "FIRST_STEP": "record",
+    "Agreement": "agreement",
     "Call": "compile_cache.calls",
     "Collective": "graph",
     "Compile": "compile_cache.warmup",
+    "Difference": "agreement",
+    "Disagreement": "agreement",
+    "Elimination": "comm_elim.elimination",
     "Filled": "table_init.fill_once",
     "Graph": "graph",
     "GraphError": "graph",
@@ -57,6 +66,7 @@ _HOME = {
     "PlanError": "sharding_plan",
     "agree_on_plan": "sharding_plan",
     "check_plan": "sharding_plan",
+    "eliminated": "comm_elim.elimination",
     "fast_planner": "sharding_plan",
     "fill_once": "table_init.fill_once",
     "load_plan": "sharding_plan",
@@ -71,9 +81,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FIRST_STEP",
+    "Agreement",
     "Call",
     "Collective",
     "Compile",
+    "Difference",
+    "Disagreement",
+    "Elimination",
     "Filled",
     "Graph",
     "GraphError",
@@ -91,6 +105,7 @@ __all__ = [
     "Values",
     "agree_on_plan",
     "check_plan",
+    "eliminated",
     "fast_planner",
     "fill_once",
     "load_plan",

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from initopt import Filled, OwnPlan
+    from initopt import Elimination, Filled, OwnPlan
 
 ORIGIN = "torchrec"
 
@@ -102,6 +102,8 @@ class TrainerStartup(Startup):
     later: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     loader: Any = None
     """What the loader's factory has made, once its step has run; the step's value is its iterator."""
+    elimination: Elimination | None = field(default=None, init=False)
+    """Which meetings of ranks were left out, once the step `sharding_plan` has run."""
     _goes_on = True
     _filled: Filled | None = field(default=None, init=False)
 
@@ -257,6 +259,25 @@ class TrainerStartup(Startup):
             )
             recorder.add(span)
 
+    def collectives(self) -> str:
+        """Return the running start-up's steps that meet other ranks, in their order, one a line."""
+        graph = self._execution.graph if self._execution is not None else Graph(())
+        return "\n".join(name for name in graph.order() if graph[name].lane == "comms")
+
+    def leaves_model(self) -> bool:
+        """Whether only steps of this file take the model before it is sharded, so nothing writes to it."""
+        graph = self._execution.graph if self._execution is not None else Graph(())
+        return all(step.origin == ORIGIN for step in graph.values() if "model" in step.needs)
+
+    def eliminated(self) -> None:
+        """Leave in the record which meetings of ranks were left out, and which were not."""
+        if self.elimination is None:
+            return
+        if self.elimination.left_out:
+            self.note(self.elimination.summary())
+        for name, why in self.elimination.kept.items():
+            self.note(f"{name} is as in TorchRec: {why}")
+
     def complete_tables(self) -> None:
         """Fill what a checkpoint that has the tables did not write."""
         missing = self._filled.complete() if self._filled is not None else 0
@@ -306,6 +327,8 @@ def trainer(
     fast_plan: bool = True,
     plan_lane: str = "main",
     fill_once: bool = True,
+    eliminate: bool | Iterable[str] = True,
+    strict: bool = False,
     checkpoint: Callable[..., Any] | None = None,
     checkpoint_has_tables: bool = False,
     compile: Compile | None = None,
@@ -335,6 +358,10 @@ def trainer(
     Tables are filled once, not twice as TorchRec does, with the same values (see `initopt.fill_once`), or as ever with
     `fill_once=False`. With `checkpoint_has_tables` they are not filled before `checkpoint` has run: until then they
     hold NaN, so no other step may read them. What it has not written is filled then, as TorchRec would have.
+
+    Meetings of all ranks that carry what each of them knows are left out, after one collective has shown that they
+    assume the same (see `initopt.eliminated`); `eliminate` may name the rewrites to use, False leaves all meetings in.
+    Where ranks differ TorchRec's own way is taken, with a warning; with `strict` it is an error on all ranks.
 
     `dense_optimizer` is called with the parameters that no optimizer of the tables has, and returns theirs.
 
@@ -406,12 +433,27 @@ def trainer(
             initopt.make_fast(planner)
         return initopt.plan_locally(planner, model, sharders, rank=place.rank)
 
+    def elimination() -> Elimination | None:
+        if isinstance(eliminate, bool):
+            return initopt.Elimination(strict=strict) if eliminate else None
+        return initopt.Elimination(eliminate, strict=strict)
+
     def sharding_plan(
         place: Place, process_group: Any, model: nn.Module, own_plan: OwnPlan, sharders: list[Any]
     ) -> Any:
         for remark in own_plan.remarks:
             start.note(remark)
-        agreed = initopt.agree_on_plan(own_plan, process_group, place.device)
+        start.elimination, agreement = elimination(), None
+        if start.elimination is not None:
+            agreement = start.elimination.agreement(
+                process_group,
+                place.device,
+                model,
+                sharders,
+                schedule=start.collectives(),
+                parameters=start.leaves_model(),
+            )
+        agreed = initopt.agree_on_plan(own_plan, process_group, place.device, agreement=agreement)
         initopt.check_plan(agreed, model, sharders=sharders, **_job(place))
         return agreed
 
@@ -420,8 +462,12 @@ def trainer(
 
         place.enter()
         filling = initopt.fill_once(restored=checkpoint_has_tables) if fill_once else nullcontext()
-        with filling as filled:
+        # Where the plan comes from a step of somebody else's, it is compared here.
+        start.elimination = start.elimination or elimination()
+        eliminating = start.elimination.block() if start.elimination is not None else nullcontext()
+        with filling as filled, eliminating:
             sharded = DistributedModelParallel(module=model, device=place.device, plan=sharding_plan, sharders=sharders)
+        start.eliminated()
         if filled is not None:
             start.filled(filled)
         return sharded

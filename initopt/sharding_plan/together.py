@@ -22,6 +22,7 @@ import torch
 from torch import distributed, nn
 from torchrec.distributed.types import ShardingPlan
 
+from initopt.agreement import Agreement
 from initopt.sharding_plan.check import BY_HOST, PlanError
 from initopt.sharding_plan.fast import Account, account, foreign_parts
 from initopt.sharding_plan.plan_json import canonical, plan_digest
@@ -35,11 +36,12 @@ INPUTS = ("versions", "tables", "sharders", "topology", "constraints", "planner"
 _ORDERED_SINCE = (1, 9, 2)
 """The torchrec since which the options of a constrained table no longer stand in the order of a set."""
 
-_WIDTH = 16
-"""Bytes of each digest that is gathered."""
-_SIZE = 4
-"""Bytes of the local world size."""
-_NONE = bytes(_WIDTH)
+_PLAN = "sharding plan"
+_SIZE = "LOCAL_WORLD_SIZE of the sharding plan"
+_WIDTH = 8
+"""Bytes of each digest."""
+_NONE = 0
+"""The number of what a rank does not have."""
 _MOST = 200_000
 """Values that are looked at to digest one input; a tensor counts as one, and a large one by its shape."""
 
@@ -54,7 +56,7 @@ class OwnPlan:
 
     plan: ShardingPlan | None
     why: str = ""
-    inputs: Mapping[str, bytes] = field(default_factory=lambda: dict.fromkeys(INPUTS, _NONE))
+    inputs: Mapping[str, bytes] = field(default_factory=lambda: dict.fromkeys(INPUTS, bytes(_WIDTH)))
     remarks: tuple[str, ...] = ()
     local_world_size: int = field(default_factory=lambda: _local_world_size())
 
@@ -81,24 +83,35 @@ def plan_locally(planner: Any, model: nn.Module, sharders: Sequence[Any], *, ran
     return OwnPlan(plan, why, inputs, _remarks(did))
 
 
-def agree_on_plan(own: OwnPlan, group: Any, device: torch.device) -> ShardingPlan:
+def agree_on_plan(
+    own: OwnPlan, group: Any, device: torch.device, *, agreement: Agreement | None = None
+) -> ShardingPlan:
     """Return the plan that all ranks of `group` hold: this rank's own, or rank 0's where they are not all the same.
 
-    Holds one all_gather of 116 bytes a rank, on `device`, and a broadcast where it is needed. Raises PlanError on all
-    ranks if they don't have the same tables in the same order, whose rows would be looked up in each other's, or if
-    their LOCAL_WORLD_SIZE differs and the plan divides a table among the ranks of a host.
+    Holds one all_gather of 256 bytes a rank, on `device`, and a broadcast where it is needed. With an `agreement` of
+    the same group, what else it is about is compared in the same all_gather, and a strict one makes it an error that
+    plans differ. Raises PlanError on all ranks if they don't have the same tables in the same order, whose rows would
+    be looked up in each other's, or if their LOCAL_WORLD_SIZE differs and the plan divides a table among the ranks of a
+    host.
     """
+    agreement = agreement or Agreement(group, device)
     if distributed.get_world_size(group) == 1 and own.plan is not None:
+        agreement.plan = own.plan
         return own.plan
-    digest = _NONE
+    number = _NONE
     if own.plan is not None and not own.why:
         try:
-            digest = bytes.fromhex(plan_digest(own.plan))[:_WIDTH]
+            number = _number(bytes.fromhex(plan_digest(own.plan)))
         except Exception as error:
             own = replace(own, why=f"the plan can't be compared: {error}")
-    told = _gathered(digest, own, group, device)
+    agreement.tell(_PLAN, number)
+    for name in INPUTS:
+        agreement.tell(f"{_PLAN} made from {name}", _number(own.inputs[name]))
+    agreement.tell(_SIZE, own.local_world_size)
+    agreement.hold()
+    told = _told(agreement)
     _check_tables(told)
-    plan = _settled(own, told, group)
+    plan = agreement.plan = _settled(own, told, agreement)
     sizes = {message.local_world_size: rank for rank, message in reversed(list(enumerate(told)))}
     by_host = BY_HOST & {one.sharding_type for tables in plan.plan.values() for one in _shardings(tables)}
     if len(sizes) > 1 and by_host:
@@ -120,10 +133,13 @@ def _check_tables(told: Sequence[_Message]) -> None:
         raise PlanError([f"rank {others[0]} has other tables than rank 0, or has them in another order"])
 
 
-def _settled(own: OwnPlan, told: Sequence[_Message], group: Any) -> ShardingPlan:
+def _settled(own: OwnPlan, told: Sequence[_Message], agreement: Agreement) -> ShardingPlan:
     if own.plan is not None and all(message.plan == told[0].plan != _NONE for message in told):
         return own.plan
+    group = agreement.group
     rank = distributed.get_rank(group)
+    if agreement.strict and told[0].plan != _NONE:
+        raise PlanError([_differs(own, told)])
     if rank == 0:
         _say(own, told)
     elif own.why and told[0].plan != _NONE:
@@ -139,26 +155,19 @@ def _settled(own: OwnPlan, told: Sequence[_Message], group: Any) -> ShardingPlan
 class _Message:
     """What the ranks tell each other. `plan` is _NONE where a rank has no plan that could be the others'."""
 
-    plan: bytes
-    inputs: tuple[bytes, ...]
+    plan: int
+    inputs: tuple[int, ...]
     local_world_size: int
 
-    def to_bytes(self) -> bytes:
-        return b"".join((self.plan, *self.inputs, self.local_world_size.to_bytes(_SIZE, "big")))
 
-    @classmethod
-    def from_bytes(cls, flat: bytes) -> _Message:
-        plan, *inputs = (flat[start : start + _WIDTH] for start in range(0, len(flat) - _SIZE, _WIDTH))
-        return cls(plan, tuple(inputs), int.from_bytes(flat[-_SIZE:], "big"))
+def _told(agreement: Agreement) -> list[_Message]:
+    plans, sizes = agreement.told(_PLAN), agreement.told(_SIZE)
+    inputs = zip(*(agreement.told(f"{_PLAN} made from {name}") for name in INPUTS), strict=True)
+    return [_Message(*one) for one in zip(plans, inputs, sizes, strict=True)]
 
 
-def _gathered(digest: bytes, own: OwnPlan, group: Any, device: torch.device) -> list[_Message]:
-    mine = _Message(digest, tuple(own.inputs[name] for name in INPUTS), own.local_world_size).to_bytes()
-    size = len(mine)
-    told = torch.empty(size * distributed.get_world_size(group), dtype=torch.uint8, device=device)
-    distributed.all_gather_into_tensor(told, torch.tensor(list(mine), dtype=torch.uint8, device=device), group=group)
-    flat = bytes(told.tolist())
-    return [_Message.from_bytes(flat[start : start + size]) for start in range(0, len(flat), size)]
+def _number(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _say(own: OwnPlan, told: Sequence[_Message]) -> None:
@@ -166,7 +175,15 @@ def _say(own: OwnPlan, told: Sequence[_Message]) -> None:
     if own.why:
         logger.warning("initopt: the other ranks wait for rank 0's sharding plan: %s", own.why)
         return
+    warnings.warn(
+        f"initopt: {_differs(own, told)}. Rank 0's plan is used on all ranks, as TorchRec would", stacklevel=3
+    )
+
+
+def _differs(own: OwnPlan, told: Sequence[_Message]) -> str:
     others = [rank for rank, message in enumerate(told) if message.plan != told[0].plan]
+    if own.why or not others:
+        return own.why
     inputs = zip(INPUTS, told[0].inputs, told[others[0]].inputs, strict=True)
     differ = [name for name, here, there in inputs if here != there]
     pinned = _NONE in (*told[0].inputs, *told[others[0]].inputs)
@@ -174,7 +191,7 @@ def _say(own: OwnPlan, told: Sequence[_Message]) -> None:
     what = "one of them from a file" if pinned else made
     many = f"rank {others[0]}" if len(others) == 1 else f"rank {others[0]} and {len(others) - 1} more"
     has = "no sharding plan of its own" if told[others[0]].plan == _NONE else f"another sharding plan, {what}"
-    warnings.warn(f"initopt: {many} has {has}. Rank 0's plan is used on all ranks, as TorchRec would", stacklevel=3)
+    return f"{many} has {has}"
 
 
 def _remarks(did: Account) -> tuple[str, ...]:

@@ -394,7 +394,7 @@ def planned(config: Any, **changes: Any) -> tuple[str, list[str]]:
     assert next_loss.isfinite()
     run = Run.latest()
     return plan_digest(ready.values.sharding_plan), [
-        note.text for note in run.notes if note.rank == ready.values.place.rank
+        note.text for note in run.notes if note.rank == ready.values.place.rank and note.step == "sharding_plan"
     ]
 
 

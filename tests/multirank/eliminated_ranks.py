@@ -1,0 +1,345 @@
+"""Models whose start-up has meetings to leave out, made and trained on one rank, and what can be compared of them."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+BATCH = 4
+HOW = ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard", "data_parallel")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One DistributedModelParallel: the module's kind, how each of its tables is sharded, the ranks of a host."""
+
+    module: str
+    shardings: tuple[str, ...]
+    local: int = 2
+    seeds: str = "equal"
+    """`equal`, `rank` for another one on each rank, or `one` for another one on rank 1."""
+    steps: int = 3
+    kernel: str = "fused"
+    dense: bool = True
+    device: str = "meta"
+    half: bool = False
+
+    @property
+    def name(self) -> str:
+        kinds = Counter(self.shardings)
+        tables = "+".join(f"{count} {kind}" for kind, count in kinds.items())
+        more = ", ".join(
+            [f"{self.local} a host", *([f"seeds: {self.seeds}"] if self.seeds != "equal" else []), self.kernel]
+        )
+        return f"{self.module} {tables} ({more}, {self.device}{', half' if self.half else ''})"
+
+
+@dataclass
+class Outcome:
+    """What a rank made of a case. Everything but `meetings` and `groups` must be the same with a rewrite."""
+
+    state: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    optimizer: str = ""
+    losses: list[float] = field(default_factory=list)
+    generator: str = ""
+    meetings: dict[str, int] = field(default_factory=dict)
+    groups: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def result(self) -> tuple[Any, ...]:
+        return self.state, self.metadata, self.optimizer, self.losses, self.generator
+
+
+def sharding(kind: str, index: int, world: int, local: int, kernel: str) -> Any:
+    from torchrec.distributed import sharding_plan as made
+
+    hosts = world // local
+    return {
+        "table_wise": lambda: made.table_wise(rank=index % world, compute_kernel=kernel),
+        "row_wise": lambda: made.row_wise(compute_kernel=kernel),
+        # Not in the order of ranks, and two shards of one table on the same rank.
+        "column_wise": lambda: made.column_wise([(index + at) % world for at in (1, 0)], compute_kernel=kernel),
+        "column_wise twice": lambda: made.column_wise([index % world] * 2, compute_kernel=kernel),
+        "table_row_wise": lambda: made.table_row_wise(host_index=index % hosts),
+        "grid_shard": lambda: made.grid_shard([at % hosts for at in (index, index + 1)]),
+        "data_parallel": lambda: made.data_parallel(),
+    }[kind]()
+
+
+PARALLEL: Any = None
+"""A class to use instead of DistributedModelParallel."""
+
+
+def built(
+    case: Case,
+    *,
+    rows: Callable[[int], int] = lambda index: 32 + 8 * index,
+    order: bool = True,
+    init_fn: Any = None,
+    dense_device: str = "cpu",
+    sharder: Any = None,
+) -> Any:
+    """The model, its plan and its sharders."""
+    import torch
+    from torch import nn
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+    from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.modules import mc_embedding_modules as managed
+    from torchrec.modules.embedding_configs import DataType
+    from torchrec.modules.mc_modules import (
+        DistanceLFU_EvictionPolicy,
+        ManagedCollisionCollection,
+        MCHManagedCollisionModule,
+    )
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    bags = case.module in ("EBC", "MC EBC")
+    config = EmbeddingBagConfig if bags else EmbeddingConfig
+    tables = [
+        # TorchRec divides columns by 128.
+        config(
+            name=f"t{i}",
+            feature_names=[f"f{i}"],
+            embedding_dim=256 if kind == "grid_shard" else 8,
+            num_embeddings=rows(i),
+            init_fn=init_fn,
+            data_type=DataType.FP16 if case.half else DataType.FP32,
+        )
+        for i, kind in enumerate(case.shardings)
+    ]
+    if not order:
+        tables.reverse()
+    place = torch.device(case.device)
+    inner = (EmbeddingBagCollection if bags else EmbeddingCollection)(tables=tables, device=place)
+    sharders: dict[str, Any] = {
+        "EBC": EmbeddingBagCollectionSharder,
+        "EC": EmbeddingCollectionSharder,
+        "MC EBC": ManagedCollisionEmbeddingBagCollectionSharder,
+        "MC EC": ManagedCollisionEmbeddingCollectionSharder,
+    }
+    sharder = sharder or sharders[case.module]()
+    module: Any = inner
+    if case.module.startswith("MC"):
+        collision = ManagedCollisionCollection(
+            managed_collision_modules={
+                one.name: MCHManagedCollisionModule(
+                    zch_size=one.num_embeddings,
+                    device=place,
+                    input_hash_size=1000,
+                    eviction_interval=2,
+                    eviction_policy=DistanceLFU_EvictionPolicy(),
+                )
+                for one in tables
+            },
+            embedding_configs=tables,
+        )
+        outer = managed.ManagedCollisionEmbeddingBagCollection if bags else managed.ManagedCollisionEmbeddingCollection
+        module = outer(inner, collision)
+    world = int(os.environ["WORLD_SIZE"])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = module
+            width = sum(one.embedding_dim for one in tables)
+            self.over = nn.Linear(width, 1, device=dense_device) if case.dense else nn.Identity()
+            self.register_buffer("own", torch.full((3,), float(os.environ["RANK"])))
+
+        def forward(self, features: Any) -> Any:
+            found = self.tables(features)
+            if case.module.startswith("MC"):
+                found = found[0]
+            values = found.values() if bags else torch.cat([found[f"f{i}"].values() for i in range(len(tables))], dim=1)
+            return self.over(values).square().mean()
+
+    model = Model()
+    apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": 0.1})
+    kinds = {f"t{i}": kind for i, kind in enumerate(case.shardings)}
+    plan = construct_module_sharding_plan(
+        module,
+        {name: sharding(kind, int(name[1:]), world, case.local, case.kernel) for name, kind in kinds.items()},
+        local_size=case.local,
+        world_size=world,
+        device_type="cpu",
+        sharder=sharder,
+    )
+    return model, ShardingPlan({"tables": plan}), [sharder]
+
+
+def batch(case: Case, step: int) -> Any:
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    generator = torch.Generator().manual_seed(100 * step + int(os.environ["RANK"]))
+    names = [f"f{i}" for i in range(len(case.shardings))]
+    values = torch.randint(0, 32, (len(names) * BATCH,), generator=generator)
+    return KeyedJaggedTensor(names, values, lengths=torch.ones(len(names) * BATCH, dtype=torch.int64))
+
+
+def outcome(case: Case, around: Callable[[], AbstractContextManager[Any]] = nullcontext, **changes: Any) -> Outcome:
+    """Make the model of a case, in a process group of its own, and train it some steps.
+
+    `around` is entered for the construction. `changes` are for `built`.
+    """
+    import torch
+    from torch import distributed
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(case.local)
+    with own_group():
+        rank = int(os.environ["RANK"])
+        torch.manual_seed(5 + {"equal": 0, "rank": rank, "one": rank == 1}[case.seeds])
+        model, plan, sharders = built(case, **changes)
+        seen: Counter[str] = Counter()
+        before = groups()
+        with counted(seen), around() as elimination:
+            dmp = (PARALLEL or DistributedModelParallel)(
+                model, device=torch.device("cpu"), plan=plan, sharders=sharders
+            )
+        found = Outcome(meetings=dict(seen), groups=groups() - before)
+        found.left_out, found.kept = getattr(elimination, "left_out", {}), getattr(elimination, "kept", {})
+        found.generator = digest(torch.get_rng_state())
+        note_state(found, dmp)
+        rest = [one for _, one in in_backward_optimizer_filter(dmp.named_parameters())]
+        optimizer = torch.optim.Adagrad(rest, lr=0.1) if rest else None
+        for step in range(case.steps):
+            loss = dmp(batch(case, step))
+            if optimizer is not None:
+                optimizer.zero_grad()
+            loss.backward()
+            if optimizer is not None:
+                optimizer.step()
+            found.losses.append(loss.item())
+        note_state(found, dmp, "trained ")
+        held = [dmp.fused_optimizer.state_dict(), optimizer.state_dict() if optimizer is not None else None]
+        found.optimizer = digest(held)
+        distributed.barrier()
+    return found
+
+
+def note_state(found: Outcome, dmp: Any, when: str = "") -> None:
+    for name, value in dmp.state_dict().items():
+        found.state[when + name] = digest(value)
+        if hasattr(value, "metadata"):
+            found.metadata[when + name] = repr(
+                (value.metadata(), value.sharding_spec(), value.dtype, value.requires_grad)
+            )
+    for name, value in dmp.named_parameters():
+        found.state[f"{when}parameter {name}"] = digest(value)
+
+
+@functools.cache
+def store() -> Any:
+    """The job's, which outlives its process groups."""
+    from torch import distributed
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, is_master=rank == 0)
+
+
+_made = itertools.count()
+
+
+@contextmanager
+def own_group(*, forgets: bool = True) -> Iterator[None]:
+    """A process group of the block's own; afterwards TorchRec `forgets` what it keeps for the process."""
+    from torch import distributed
+    from torchrec.distributed import collective_utils, comm
+
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.PrefixStore(f"group{next(_made)}", store()),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(seconds=30),
+    )
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+        if forgets:
+            collective_utils._INITIALIZED = False
+            comm._INTRA_PG = comm._CROSS_PG = None
+
+
+def groups() -> int:
+    from torch.distributed import distributed_c10d as c10d
+
+    return len(c10d._world.pg_map)
+
+
+@contextmanager
+def counted(seen: Counter[str]) -> Iterator[None]:
+    """Count the outermost calls that meet other ranks."""
+    from initopt.hooks import watched
+
+    class Counting:
+        def begins(self, op: str, call_site: str) -> None:
+            pass
+
+        def met(self, meeting: Any) -> None:
+            seen[meeting.op] += 1
+
+        def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
+            pass
+
+        def spent(self, seconds: float) -> None:
+            pass
+
+    with watched(Counting()):
+        yield
+
+
+def digest(value: Any) -> str:
+    """Of tensors, shards of tensors, and containers of them; everything else by its text."""
+    found = hashlib.sha256()
+    _add(found, value)
+    return found.hexdigest()[:16]
+
+
+def _add(found: Any, value: Any) -> None:
+    import torch
+
+    if hasattr(value, "local_shards"):
+        for shard in value.local_shards():
+            _add(found, [shard.metadata, shard.tensor])
+    elif isinstance(value, torch.Tensor):
+        found.update(f"{tuple(value.shape)} {value.dtype}".encode())
+        found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in value:
+            found.update(str(key).encode())
+            _add(found, value[key])
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _add(found, one)
+    else:
+        found.update(repr(value).encode())
+
+
+def outcomes(cases: Sequence[Case], mode: str) -> dict[str, Outcome | str]:
+    """Run the cases on this rank, one after the other, `stock` or `eliminated`."""
+    import logging
+    import warnings
+
+    from initopt.comm_elim.elimination import eliminated
+
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    return {case.name: outcome(case, eliminated if mode == "eliminated" else nullcontext) for case in cases}
