@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from initopt.record import (
     FIRST_STEP,
     FORMAT,
+    Begun,
     CompileCache,
     Compiled,
     Digest,
@@ -54,8 +55,8 @@ _LEFT_TOGETHER = frozenset(
 """The meetings that no rank leaves before the last one came, and that end on all of them at nearly the same moment."""
 
 Meeting = tuple[str, int]
-_Record = TypeVar("_Record", Header, Span, Digest, Note, Usage, Compiled, CompileCache, Trailer)
-_Timed = TypeVar("_Timed", Span, Compiled)
+_Record = TypeVar("_Record", Header, Span, Begun, Digest, Note, Usage, Compiled, CompileCache, Trailer)
+_Timed = TypeVar("_Timed", Span, Begun, Compiled)
 
 
 class RecordError(ValueError):
@@ -89,7 +90,8 @@ class Run:
 
     `spans` are in order of their start. `zero` is the process start of each rank. `groups` are the global ranks of each
     process group that was seen. `compiled` is what torch's compiler did, `compile_caches` how the ranks came to their
-    compiled code. `missing_ranks` left no file. `warnings` say what the run can't be trusted in.
+    compiled code. `stuck` are the collectives that had begun and not ended when a rank's record did. `missing_ranks`
+    left no file. `warnings` say what the run can't be trusted in.
     """
 
     number: int
@@ -105,6 +107,7 @@ class Run:
     compiled: tuple[Compiled, ...] = ()
     compile_caches: tuple[CompileCache, ...] = ()
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    stuck: tuple[Begun, ...] = ()
     missing_ranks: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -205,6 +208,7 @@ class _File:
     path: Path
     header: Header | None = None
     spans: list[Span] = field(default_factory=list)
+    begun: dict[str, Begun] = field(default_factory=dict)
     digests: list[Digest] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
@@ -237,6 +241,11 @@ def _read(path: Path) -> _File:
             file.header = _convert(Header, values, path, number)
         elif kind in ("import", "step", "collective", "compile"):
             file.spans.append(_convert(Span, values, path, number))
+            if kind == "collective":
+                file.begun.pop(file.spans[-1].lane, None)
+        elif kind == "begun":
+            begun = _convert(Begun, values, path, number)
+            file.begun[begun.lane] = begun
         elif kind == "digest":
             file.digests.append(_convert(Digest, values, path, number))
         elif kind == "group":
@@ -332,12 +341,15 @@ def _joined(path: Path, files: list[_File]) -> Run:
         compile_caches=tuple(cache for file in files for cache in file.compile_caches),
         usages={file.usage.rank: file.usage for file in files if file.usage is not None},
         groups=groups,
+        stuck=tuple(_moved(b, zero[f.header.rank]) for f in files if f.header for b in f.begun.values()),
         missing_ranks=missing,
         warnings=tuple(warnings),
     )
 
 
 def _moved(one: _Timed, by: float) -> _Timed:
+    if isinstance(one, Begun):
+        return replace(one, start=one.start + by)
     return replace(one, start=one.start + by, end=one.end + by)
 
 

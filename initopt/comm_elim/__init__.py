@@ -1,0 +1,1 @@
+"""Meetings of ranks that a start-up does not need: left out, with one agreement in their place."""
