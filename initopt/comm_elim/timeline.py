@@ -17,6 +17,8 @@ from initopt.runs import Run
 
 MAKES_GROUP = frozenset({"new_group", "split_group", "_new_group_with_tag"})
 _WHERE = "(no call site)"
+_NOT_COMPLETE = "a meeting was not complete"
+_DID_NOT_COME = "did not come: it made no further call"
 _HELPER = "torchrec/distributed/collective_utils.py:"
 
 
@@ -164,11 +166,24 @@ def _dealt(
                     ready.append(after)
         meetings.append(Met(tuple(spans)))
     # Where the first training step cut the record of one rank off, the others may have more.
-    open_ranks = {rank for rank, found in left.items() if found}
-    if not open_ranks:
-        return meetings, None
     stuck = {begun.rank: begun for begun in run.stuck}
-    return meetings, _stuck(left, members, done, stuck, cut=not training)
+    if any(left.values()):
+        return meetings, _stuck(left, members, done, stuck, cut=not training)
+    return meetings, _stopped(run, done) if training and stuck else None
+
+
+def _stopped(run: Run, done: Counter[int]) -> Problem:
+    """Ranks that were stopped in a meeting, where no other rank's record has a call that did not come to its end."""
+    stuck = {begun.rank: begun for begun in run.stuck}
+    wanted = {rank for begun in run.stuck for rank in run.groups.get(begun.group, tuple(run.headers))}
+    at: defaultdict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for rank in sorted(wanted & set(run.headers)):
+        if rank in stuck:
+            at[_still_in(stuck[rank]), stuck[rank].call_site or _WHERE, done[rank] + 1].append(rank)
+        else:
+            at[_DID_NOT_COME, "", 0].append(rank)
+    parties = [Differing(tuple(ranks), what, site, number) for (what, site, number), ranks in at.items()]
+    return Problem(_NOT_COMPLETE, tuple(sorted(parties, key=lambda party: (-len(party.ranks), party.ranks))))
 
 
 def _stuck(
@@ -198,15 +213,14 @@ def _stuck(
                 missing = True
                 begun = began.get(rank)
                 if begun is not None:
-                    what = f"was still in {_of(begun.op, begun.group)} when its record ends"
-                    at[what, begun.call_site or _WHERE, done[rank] + 1].append(rank)
+                    at[_still_in(begun), begun.call_site or _WHERE, done[rank] + 1].append(rank)
                 else:
-                    at["did not come: it made no further call", "", 0].append(rank)
+                    at[_DID_NOT_COME, "", 0].append(rank)
     if missing and cut and not any(rank in began for ranks in at.values() for rank in ranks):
         # It may have come in the training step, which was not asked for.
         return None
     parties = [Differing(tuple(sorted(set(ranks))), what, site, number) for (what, site, number), ranks in at.items()]
-    text = "a meeting was not complete" if missing else "the ranks did not meet in one order"
+    text = _NOT_COMPLETE if missing else "the ranks did not meet in one order"
     return Problem(text, tuple(sorted(parties, key=lambda party: (-len(party.ranks), party.ranks))))
 
 
@@ -233,6 +247,8 @@ def _groups_made(calls: Mapping[int, list[Span]]) -> Iterable[Problem]:
 def _mixed(meetings: Iterable[Met]) -> Iterable[Problem]:
     """The first meeting to which the ranks came with different calls."""
     for met in meetings:
+        if met.call.op in MAKES_GROUP:
+            continue
         at: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         for span in met.spans:
             at[_named(span, root=True), span.call_site or _WHERE].append(span.rank)
@@ -246,9 +262,13 @@ def _mixed(meetings: Iterable[Met]) -> Iterable[Problem]:
 
 def _named(span: Span, *, root: bool = False) -> str:
     if span.op in MAKES_GROUP:
-        return f"made a group of ranks {ranks_in_short(span.ranks)}" if span.ranks else "made a group"
+        return f"asked for a group of ranks {ranks_in_short(span.ranks)}" if span.ranks else "made a group"
     from_rank = f" with root {span.root}" if root and span.root >= 0 else ""
     return f"met in {_of(span.op, span.group)}{from_rank}"
+
+
+def _still_in(begun: Begun) -> str:
+    return f"was still in {_of(begun.op, begun.group)} when its record ends"
 
 
 def _of(op: str, group: str) -> str:
