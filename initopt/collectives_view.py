@@ -69,7 +69,7 @@ def verify_view(run: Run, *, width: int = 80) -> View:
             lines += _wrapped(f"{name:<{room}}  {party.what}{number}{where}", width, first=2, rest=room + 4)
     if problems:
         counted = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines += [Text(), Text(f"{counted}. Up to there {len(line.meetings)} meetings were in one order.")]
+        lines += [Text(), Text(f"{counted}.")]
     else:
         lines.append(Text(f"{len(line.meetings)} meetings, in one order on all ranks."))
     if run.missing_ranks:

@@ -719,6 +719,8 @@ class _Meetings:
     def enters(self, meeting: Meeting) -> None:
         entered = time.thread_time()
         recorder = self._recorder
+        if recorder._usage_written:  # the start-up is over
+            return
         begun = Begun(
             op=meeting.op,
             start=meeting.start - recorder._zero,

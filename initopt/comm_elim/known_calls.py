@@ -62,9 +62,8 @@ PLACES = (
 
 def known(met: Met, versions: Mapping[str, str]) -> str:
     """The name of the place that a meeting was called from, empty if it is none of these or of another version."""
-    for library, version in versions.items():
-        if library in TESTED and version.partition("+")[0] != TESTED[library]:
-            return ""
+    if unknown_versions(versions):
+        return ""
     callers = [_split(caller) for caller in met.call.callers]
     for place in PLACES:
         if met.call.op in place.ops and len(callers) >= len(place.callers):
@@ -74,6 +73,15 @@ def known(met: Met, versions: Mapping[str, str]) -> str:
             ):
                 return place.name
     return ""
+
+
+def unknown_versions(versions: Mapping[str, str]) -> str:
+    """What the record says of the libraries whose code was read, if that is not what was read; else empty.
+
+    A library that was imported after the record was opened is not in it: then its version is not known either.
+    """
+    found = {library: versions.get(library, "of unknown version").partition("+")[0] for library in TESTED}
+    return ", ".join(f"{library} {version}" for library, version in found.items() if version != TESTED[library])
 
 
 def _split(caller: str) -> tuple[str, str]:

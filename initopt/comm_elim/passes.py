@@ -123,6 +123,8 @@ def _why(program: Program, met: Met) -> tuple[str, str]:
         reason = _KNOWN_KEPT[place]
     elif any(span.error for span in met.spans):
         reason = "it failed"
+    elif program.unknown and met.call.call_site.startswith("torchrec/"):
+        reason = f"the code was not read of {program.unknown}"
     elif op == "init_process_group":
         reason = "before it the ranks do not know each other"
     elif op in MAKES_GROUP:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from initopt.comm_elim.known_calls import known
+from initopt.comm_elim.known_calls import known, unknown_versions
 from initopt.comm_elim.timeline import MAKES_GROUP, Met
 from initopt.graph import Graph
 from initopt.hooks import WORLD
@@ -20,6 +20,8 @@ class Program:
         self.run = run
         self.meetings = tuple(meetings)
         versions = run.headers[min(run.headers)].versions or {}
+        self.unknown = unknown_versions(versions)
+        """The libraries whose calls are not understood, as their versions are not those that were read."""
         self._places = {id(met): known(met, versions) for met in self.meetings}
 
     @property

@@ -52,24 +52,50 @@ def _outer(program: Program) -> list[Finding]:
 
 
 def _lookups(program: Program) -> list[Finding]:
-    meetings = [met for met in program.at("dp_lookup_sync") if not failed(met)]
-    if not meetings:
-        return []
-    filled = [met for met in program.at("dp_tables") if met.call.start > meetings[-1].call.start]
-    if not filled:
-        why = "nothing in the record replaces what it sends"
-        return [kept("dp_lookup_sync", meetings, why, f"{at(meetings[0])}: {why}.")]
-    proof = (
-        f"{at(meetings[0])}: DistributedDataParallel compares shapes and sends the parameters of data-parallel tables.",
-        f"Then TorchRec fills every such table and sends it from rank {filled[0].call.root}, by {at(filled[0])}. "
-        f"Nothing "
-        "reads a table between the two, which stand in one constructor.",
-        "Shapes follow from the plan: the Agreement shows that all ranks hold one.",
-    )
-    reason = "what it sends is replaced right after"
-    return [
-        Finding("dp_lookup_sync", "drop", tuple(meetings), calls_in(meetings), reason, proof, "dp_tables", agreed=True)
-    ]
+    """The syncs of data-parallel lookups, each with the tables of the same module that are sent after it."""
+    findings = []
+    replaced: list[tuple[list[Met], Met]] = []
+    synced: list[Met] = []
+    for met in program.at("dp_lookup_sync", "dp_tables"):
+        if program.place(met) == "dp_lookup_sync":
+            synced.append(met)
+        elif synced:
+            # Two modules before the first table: which of them it belongs to is not in the record.
+            checks = sum(one.call.op.startswith("_verify") for one in synced)
+            same = all(_where(one) == _where(met) for one in synced)
+            if checks <= 1 and same and not any(map(failed, [*synced, met])):
+                replaced.append((synced, met))
+            else:
+                findings.append(_stays(synced))
+            synced = []
+    if synced:
+        findings.append(_stays(synced))
+    if replaced:
+        meetings = [met for before, _ in replaced for met in before]
+        filled = replaced[0][1]
+        proof = (
+            f"{at(meetings[0])}: DistributedDataParallel compares shapes and sends the parameters of data-parallel "
+            "tables.",
+            f"Then TorchRec fills every such table of the module and sends it from rank {filled.call.root}, by "
+            f"{at(filled)}. Nothing reads a table between the two, which stand in one constructor.",
+            "Shapes follow from the plan: the Agreement shows that all ranks hold one.",
+        )
+        reason = "what it sends is replaced right after"
+        calls = calls_in(meetings)
+        findings.append(
+            Finding("dp_lookup_sync", "drop", tuple(meetings), calls, reason, proof, "dp_tables", agreed=True)
+        )
+    return findings
+
+
+def _stays(meetings: list[Met]) -> Finding:
+    why = "nothing in the record shows what replaces what it sends"
+    return kept("dp_lookup_sync", meetings, why, f"{at(meetings[0])}: {why}.")
+
+
+def _where(met: Met) -> tuple[str, str]:
+    """The group that met, and the file that it was called from."""
+    return met.call.group, met.call.call_site.rpartition(":")[0]
 
 
 def _differs(met: Met) -> str:

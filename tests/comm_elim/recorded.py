@@ -103,8 +103,8 @@ def stock(*, seeds: str = "equal") -> Script:
     for name, ranks in (("1", (0, 1)), ("2", (2, 3))):
         script.make_group(name, ranks)
     script.meet("barrier", GROUPS)
-    for _ in range(2):
-        script.meet("_sync_module_states", LOOKUP, digest="cccc", root=0)
+    script.meet("_verify_param_shape_across_processes", LOOKUP, digest="cccc")
+    script.meet("_sync_module_states", LOOKUP, digest="cccc", root=0)
     for table in range(3):
         script.meet("broadcast", TABLES, digest={rank: f"{table}{rank}" for rank in range(4)}, root=0)
     for table in range(4):

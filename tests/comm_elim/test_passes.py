@@ -13,7 +13,7 @@ from initopt.comm_elim.resimulate import call_of
 from initopt.comm_elim.timeline import timeline
 from initopt.graph import Graph, Step
 from initopt.runs import Run
-from tests.comm_elim.recorded import DDP, EC, GROUPS, PLAN, Script, stock
+from tests.comm_elim.recorded import DDP, EC, GROUPS, LOOKUP, PLAN, TABLES, Script, stock
 
 
 def verdicts(run: Run) -> dict[str, tuple[str, int, str]]:
@@ -86,13 +86,31 @@ def test_a_value_that_all_ranks_held_is_local_and_not_applied(tmp_path: Path) ->
     assert "no call of your own" in found.unapplied
 
 
-def test_an_unknown_version_proves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("written", ['"torchrec": "1.10.0"', '"another": "1.9.2"'])
+def test_an_unknown_version_proves_nothing(tmp_path: Path, written: str) -> None:
     script = Script()
     script.meet("all_gather_object", EC, digest={rank: str(rank) for rank in range(4)})
     path = script.run(tmp_path).path
     for file in path.glob("rank*.jsonl"):
-        file.write_text(file.read_text().replace('"torchrec": "1.9.2"', '"torchrec": "1.10.0"'))
-    assert {finding.verdict for finding in find(Run.load(path)).findings} == {"keep"}
+        file.write_text(file.read_text().replace('"torchrec": "1.9.2"', written))
+    (found,) = find(Run.load(path)).findings
+    assert found.verdict == "keep" and found.reason.startswith("the code was not read of torchrec")
+
+
+def test_two_modules_with_lookups_before_the_first_table_are_kept(tmp_path: Path) -> None:
+    script = Script()
+    for _ in range(2):
+        script.meet("_verify_param_shape_across_processes", LOOKUP, digest="cccc")
+        script.meet("_sync_module_states", LOOKUP, digest="cccc", root=0)
+    script.meet("broadcast", TABLES, digest="t", root=0)
+    assert one(script.run(tmp_path), "dp_lookup_sync").verdict == "keep"
+
+
+def test_lookups_of_which_no_table_is_sent_after_are_kept(tmp_path: Path) -> None:
+    script = Script()
+    script.meet("broadcast", TABLES, digest="t", root=0)
+    script.meet("_sync_module_states", LOOKUP, digest="cccc", root=0)
+    assert one(script.run(tmp_path), "dp_lookup_sync").verdict == "keep"
 
 
 @pytest.mark.parametrize(("options", "verdict"), [("gloo", "reuse"), ("nccl", "keep")])
