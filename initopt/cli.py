@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 
 from initopt import bench as measuring
-from initopt import cache_view, picture, plan_view, report, trace
+from initopt import cache_view, collectives_view, picture, plan_view, report, trace
 from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
 from initopt.ett import LOST_WORK, Job
 from initopt.graph import Graph, GraphError
@@ -154,6 +154,31 @@ def defer(run: RunName = None, root: Root = None, as_json: AsJson = False) -> No
     Steps, data loaders, process groups and imports. The exit code is 1 where something was found.
     """
     _show(report.defer_view(_run(run, root), width=_width()), as_json)
+
+
+@app.command()
+def collectives(
+    run: RunName = None,
+    root: Root = None,
+    why: Annotated[str | None, typer.Option("--why", metavar="NAME", help="The proof of one verdict.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every collective that stays, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Which meetings of ranks are not needed, and why.
+
+    The exit code is 1 where one can be left out, reused, fused or told locally.
+    """
+    view = collectives_view.collectives_view(_run(run, root), why=why, everything=everything, width=_width())
+    _show(view, as_json)
+
+
+@app.command()
+def verify(run: RunName = None, root: Root = None, as_json: AsJson = False) -> None:
+    """Did all ranks meet in one order? Who met what else?
+
+    The exit code is 1 where they did not, or a rank did not come.
+    """
+    _show(collectives_view.verify_view(_run(run, root), width=_width()), as_json)
 
 
 @app.command()

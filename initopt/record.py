@@ -56,7 +56,8 @@ class Span:
     the CPU seconds of the thread. For a collective `step` is the step that issued it and `sequence` its number on its
     group; for a compile it is the step that this happened in, for a step inside another step the outer one. With
     `async_op` a collective's span covers only the call that handed it over, not the communication. `paused` is the part
-    in which a step stood aside for one that forks.
+    in which a step stood aside for one that forks. `digest`, `root`, `ranks`, `options` and `callers` of a collective
+    are those of `hooks.Meeting`.
     """
 
     name: str
@@ -77,6 +78,28 @@ class Span:
     error: str = ""
     async_op: bool = False
     paused: float = 0.0
+    digest: str = ""
+    root: int = -1
+    ranks: tuple[int, ...] = ()
+    options: str = ""
+    callers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A collective that has begun, at `start` seconds. If it ends, a `Span` follows on the same lane.
+
+    If not, this is all that a rank leaves that was stopped while it waited for others.
+    """
+
+    op: str
+    start: float
+    group: str = ""
+    sequence: int = -1
+    call_site: str = ""
+    step: str = ""
+    lane: str = "main"
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -727,12 +750,15 @@ class _Group:
     ranks: tuple[int, ...]
 
 
-_OF_A_RANK = Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | Watched
+_OF_A_RANK = Begun | Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | Watched
 
-_Record = Span | Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | Watched | _Group
+_Record = (
+    Span | Begun | Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | Watched | _Group
+)
 
 _LINE = {
     Header: "header",
+    Begun: "begun",
     Digest: "digest",
     Note: "note",
     Usage: "usage",
@@ -758,6 +784,26 @@ class _Meetings:
         if self._before is not None:
             self._before(op, call_site)
 
+    def enters(self, meeting: Meeting) -> None:
+        entered = time.thread_time()
+        recorder = self._recorder
+        if recorder._usage_written:  # the start-up is over
+            return
+        begun = Begun(
+            op=meeting.op,
+            start=meeting.start - recorder._zero,
+            group=meeting.group,
+            sequence=meeting.sequence,
+            call_site=meeting.call_site,
+            step=recorder.step_here(),
+            lane=recorder._lane(),
+        )
+        recorder._write(begun, entered)
+
+    def reads_payloads(self) -> bool:
+        # Training has no time for it.
+        return not self._recorder._usage_written
+
     def met(self, meeting: Meeting) -> None:
         entered = time.thread_time()
         recorder = self._recorder
@@ -777,6 +823,11 @@ class _Meetings:
             call_site=meeting.call_site,
             error=meeting.error,
             async_op=meeting.async_op,
+            digest=meeting.digest,
+            root=meeting.root,
+            ranks=meeting.ranks,
+            options=meeting.options,
+            callers=meeting.callers,
         )
         recorder._write(span, entered - meeting.own)
         if meeting.op == "init_process_group" and not meeting.error:

@@ -20,6 +20,7 @@ from initopt.imports import Imported, ImportLine
 from initopt.record import (
     FIRST_STEP,
     FORMAT,
+    Begun,
     CompileCache,
     Compiled,
     Digest,
@@ -58,9 +59,22 @@ _LEFT_TOGETHER = frozenset(
 
 Meeting = tuple[str, int]
 _Record = TypeVar(
-    "_Record", Header, Span, Digest, Note, Usage, Compiled, CompileCache, Imported, ImportLine, Unused, Watched, Trailer
+    "_Record",
+    Header,
+    Span,
+    Begun,
+    Digest,
+    Note,
+    Usage,
+    Compiled,
+    CompileCache,
+    Imported,
+    ImportLine,
+    Unused,
+    Watched,
+    Trailer,
 )
-_Timed = TypeVar("_Timed", Span, Compiled)
+_Timed = TypeVar("_Timed", Span, Begun, Compiled)
 
 
 class RecordError(ValueError):
@@ -96,8 +110,8 @@ class Run:
     process group that was seen. `compiled` is what torch's compiler did, `compile_caches` how the ranks came to their
     compiled code. `imported` and `import_lines` are the packages that each rank imported and the lines that did so,
     the longest first, where that was recorded, `unused` what they made and did not use before the first batch was done,
-    `watched` whether each rank looked at these.
-    `missing_ranks` left no file. `warnings` say what the run can't be trusted in.
+    `watched` whether each rank looked at these. `stuck` are the collectives that had begun and not ended when a rank's
+    record did. `missing_ranks` left no file. `warnings` say what the run can't be trusted in.
     """
 
     number: int
@@ -117,6 +131,7 @@ class Run:
     unused: tuple[Unused, ...] = ()
     watched: Mapping[int, Watched] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    stuck: tuple[Begun, ...] = ()
     missing_ranks: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -217,6 +232,7 @@ class _File:
     path: Path
     header: Header | None = None
     spans: list[Span] = field(default_factory=list)
+    begun: dict[str, Begun] = field(default_factory=dict)
     digests: list[Digest] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
@@ -253,6 +269,11 @@ def _read(path: Path) -> _File:
             file.header = _convert(Header, values, path, number)
         elif kind in ("import", "step", "collective", "compile"):
             file.spans.append(_convert(Span, values, path, number))
+            if kind == "collective":
+                file.begun.pop(file.spans[-1].lane, None)
+        elif kind == "begun":
+            begun = _convert(Begun, values, path, number)
+            file.begun[begun.lane] = begun
         elif kind == "digest":
             file.digests.append(_convert(Digest, values, path, number))
         elif kind == "group":
@@ -360,12 +381,15 @@ def _joined(path: Path, files: list[_File]) -> Run:
         watched={file.watched.rank: file.watched for file in files if file.watched is not None},
         usages={file.usage.rank: file.usage for file in files if file.usage is not None},
         groups=groups,
+        stuck=tuple(_moved(b, zero[f.header.rank]) for f in files if f.header for b in f.begun.values()),
         missing_ranks=missing,
         warnings=tuple(warnings),
     )
 
 
 def _moved(one: _Timed, by: float) -> _Timed:
+    if isinstance(one, Begun):
+        return replace(one, start=one.start + by)
     return replace(one, start=one.start + by, end=one.end + by)
 
 

@@ -106,7 +106,7 @@ class Watch:
             # One that makes its iterators itself may be used without our seeing it.
             if type(loader).__iter__ is __iter__:
                 iterated = self._iterated[loader] = _Iterated()
-                self._adds("loader", sites.find(sys._getframe(1)), iterated.used, begun=lambda: iterated.begun)
+                self._adds("loader", sites.find(sys._getframe(1))[0], iterated.used, begun=lambda: iterated.begun)
 
         @functools.wraps(iterates)
         def __iter__(loader: Any) -> Any:

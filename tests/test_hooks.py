@@ -20,6 +20,7 @@ class Listener:
     def __init__(self) -> None:
         self.meetings: list[Meeting] = []
         self.begun: list[tuple[str, str]] = []
+        self.entered: list[Meeting] = []
         self.groups: dict[str, tuple[int, ...]] = {}
         self.made: list[tuple[str, str]] = []
         self.seconds = 0.0
@@ -29,6 +30,12 @@ class Listener:
 
     def begins(self, op: str, call_site: str) -> None:
         self.begun.append((op, call_site))
+
+    def enters(self, meeting: Meeting) -> None:
+        self.entered.append(meeting)
+
+    def reads_payloads(self) -> bool:
+        return True
 
     def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
         assert name not in self.groups
@@ -171,12 +178,13 @@ def test_a_call_by_a_rank_outside_the_group_is_no_meeting(group: None, listener:
 
 def test_the_two_meetings_of_a_ddp_constructor_are_seen(group: None, listener: Listener) -> None:
     with watched(listener):
+        line = sys._getframe().f_lineno + 1
         DistributedDataParallel(torch.nn.Linear(4, 4))
     assert [(m.op, m.bytes) for m in listener.meetings] == [
         ("_verify_param_shape_across_processes", 0),
         ("_sync_module_states", 80),
     ]
-    assert all(m.call_site.startswith("torch/nn/parallel/distributed.py:") for m in listener.meetings)
+    assert all(m.call_site.endswith(f"test_hooks.py:{line}") for m in listener.meetings)
 
 
 def test_two_watches_both_see_a_call(group: None, listener: Listener) -> None:
@@ -231,3 +239,108 @@ def test_a_listener_can_prevent_a_call(group: None, listener: Listener, monkeypa
     with watched(listener), pytest.raises(ValueError, match=r"no barrier at .*test_hooks.py:\d+"):
         dist.barrier()
     assert listener.calls() == []
+
+
+def test_what_is_put_in_has_a_checksum(group: None, listener: Listener) -> None:
+    with watched(listener):
+        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.zeros(4))
+        dist.all_gather_object([None], {"a": 1})
+        dist.all_gather_object([None], {"a": 1})
+        dist.all_gather_object([None], {"a": 2})
+        dist.broadcast_object_list(["x"])
+        dist.broadcast_object_list(["y"])
+        dist.barrier()
+    digests = [meeting.digest for meeting in listener.meetings]
+    assert digests[0] == digests[1] != digests[2]
+    assert digests[3] == digests[4] != digests[5]
+    assert digests[6] != digests[7]
+    assert all(len(digest) == 16 for digest in digests[:8]) and digests[8] == ""
+
+
+def test_the_check_of_shapes_has_a_checksum_of_these(group: None, listener: Listener) -> None:
+    with watched(listener):
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            DistributedDataParallel(torch.nn.Linear(4, 4))
+    shapes, values = [[m.digest for m in listener.meetings[first::2]] for first in (0, 1)]
+    assert shapes[0] == shapes[1] and values[0] != values[1]
+
+
+def test_the_root_is_a_rank_of_the_job(group: None, listener: Listener) -> None:
+    with watched(listener):
+        dist.broadcast(torch.ones(1), src=0)
+        dist.broadcast(torch.ones(1), group_src=0)
+        dist.broadcast_object_list([1])
+        dist.all_reduce(torch.ones(1))
+    assert [meeting.root for meeting in listener.meetings] == [0, 0, 0, -1]
+
+
+def test_who_makes_a_group_says_for_whom_and_how(group: None, listener: Listener) -> None:
+    with watched(listener):
+        dist.new_group([0], backend="gloo")
+        dist.new_group()
+        dist.new_group([0], use_local_synchronization=True)
+    assert [(m.op, m.ranks, m.options) for m in listener.meetings] == [
+        ("new_group", (0,), "gloo"),
+        ("new_group", (0,), "default"),
+        ("new_group", (), "default"),
+    ]
+
+
+def test_the_callers_lead_out_of_torch(group: None, listener: Listener) -> None:
+    def made() -> None:
+        dist.broadcast_object_list([1])
+
+    with watched(listener):
+        made()
+    found = [caller.rpartition(" ")[2] for caller in listener.meetings[0].callers]
+    assert found[:2] == ["made", "test_the_callers_lead_out_of_torch"]
+
+
+def test_functional_collectives_are_seen(group: None, listener: Listener) -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    with watched(listener):
+        functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD).sum()
+    assert [(m.op, m.group, m.bytes, m.async_op) for m in listener.meetings] == [("all_reduce", "world", 8, True)]
+
+
+def test_a_block_of_coalesced_calls_is_one_meeting(group: None, listener: Listener) -> None:
+    one, two = torch.ones(2), torch.ones(4)
+    with watched(listener):
+        with c10d._coalescing_manager():
+            dist.all_reduce(one)
+            dist.all_reduce(two)
+        dist.barrier()
+    assert [(m.op, m.sequence, m.bytes) for m in listener.meetings] == [
+        ("_coalescing_manager", 0, 24),
+        ("barrier", 1, 0),
+    ]
+    assert listener.meetings[0].call_site.rpartition("/")[2].startswith("test_hooks.py:")
+
+
+def test_a_barrier_in_a_store_is_seen(listener: Listener) -> None:
+    from torch.distributed.elastic.utils import store
+
+    with watched(listener):
+        store.barrier(dist.HashStore(), 1, "ready")
+    assert listener.calls() == [("store.barrier", "store ready", 0)]
+    assert listener.groups == {"store ready": (0,)}
+
+
+def test_the_end_of_a_group_is_told_and_may_not_be_prevented(
+    group: None, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = dist.new_group([0])
+    monkeypatch.setattr(listener, "begins", lambda op, site: pytest.fail(op))
+    with watched(listener):
+        dist.destroy_process_group(made)
+    assert [(m.op, m.sequence) for m in listener.meetings] == [("destroy_process_group", -1)]
+
+
+def test_a_call_is_told_before_it_is_made(group: None, listener: Listener) -> None:
+    with watched(listener), pytest.raises(RuntimeError, match="invalid root rank"):
+        dist.broadcast(torch.zeros(1), src=5)
+    assert [(m.op, m.sequence, m.root) for m in listener.entered] == [("broadcast", 0, 5)]

@@ -85,8 +85,8 @@ def test_every_meeting_of_a_sharded_model_is_seen(tmp_path: Path) -> None:
             ("broadcast_object_list", "torchrec/distributed/collective_utils.py"),
             ("all_gather_object", "torchrec/distributed/embedding.py"),
             ("all_gather_object", "torchrec/distributed/embedding.py"),
-            ("_verify_param_shape_across_processes", "torch/nn/parallel/distributed.py"),
-            ("_sync_module_states", "torch/nn/parallel/distributed.py"),
+            ("_verify_param_shape_across_processes", "torchrec/distributed/model_parallel.py"),
+            ("_sync_module_states", "torchrec/distributed/model_parallel.py"),
         ]
     assert run.warnings == ()
 

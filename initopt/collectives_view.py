@@ -1,0 +1,246 @@
+"""What can be done about the meetings of a start-up, and whether ranks met in one order, in words. It only reads."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from initopt.comm_elim.findings import Finding
+from initopt.comm_elim.passes import Found, find
+from initopt.comm_elim.program import group_of
+from initopt.comm_elim.timeline import Met, Problem, timeline
+from initopt.rank_numbers import ranks_in_short
+from initopt.report import LONGEST, QUIET, View, about, labels, seconds, title
+
+if TYPE_CHECKING:
+    from initopt.runs import Run
+
+_KEPT = 5
+"""So many meetings that stay are listed unless all are asked for."""
+
+_CALLS = 8
+_LEFT = 28
+"""Where the second line of a row begins: below the names."""
+
+
+def collectives_view(run: Run, *, why: str | None = None, everything: bool = False, width: int = 80) -> View:
+    """Every collective before the first training step with its verdict; of the one named `why` the proof.
+
+    It is a finding where something can be left out, or the ranks differ. Raises ValueError for an unknown name.
+    """
+    found = find(run)
+    data = {
+        **about(run),
+        "findings": [_data(finding) for finding in found.findings],
+        "saving": found.saving,
+        "problems": [_problem_data(problem) for problem in found.problems],
+    }
+    wrong = bool(found.problems) or any(finding.verdict != "keep" for finding in found.findings)
+    if why is not None:
+        finding = _chosen(found, why)
+        lines = [*_head(run, width), *_why(finding, width), _next("collectives", "verify")]
+        return View(tuple(lines), {**data, "why": _data(finding)}, finding.verdict != "keep")
+    lines = [*_head(run, width), *_sum(found, width)]
+    for problem in found.problems:
+        lines += _wrapped(f"! {problem.text}: nothing can be proven (initopt verify)", width, "yellow", rest=2)
+    if found.findings:
+        lines += [*_rows(found.findings, everything, width), Text(), *_together(found, width)]
+    more = [f"collectives --why {found.findings[0].name}"] if found.findings else []
+    lines.append(_next(*more, "verify"))
+    return View(tuple(lines), data, wrong)
+
+
+def verify_view(run: Run, *, width: int = 80) -> View:
+    """Whether all ranks met in one order, and if not who met what at the first place where they differ."""
+    line = timeline(run, training=True)
+    problems = line.problems
+    data = {**about(run), "meetings": len(line.meetings), "problems": [_problem_data(problem) for problem in problems]}
+    lines = _head(run, width)
+    for problem in problems:
+        lines += _wrapped(f"{problem.text}:", width, LONGEST)
+        who = [f"{'rank' if len(p.ranks) == 1 else 'ranks'} {ranks_in_short(p.ranks)}" for p in problem.parties]
+        room = max(map(len, who), default=0)
+        for name, party in zip(who, problem.parties, strict=True):
+            number = f" (call {party.number})" if party.number else ""
+            where = f" at {party.call_site}" if party.call_site else ""
+            lines += _wrapped(f"{name:<{room}}  {party.what}{number}{where}", width, first=2, rest=room + 4)
+    if problems:
+        counted = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines += [Text(), Text(f"{counted}.")]
+    else:
+        lines.append(Text(f"{len(line.meetings)} meetings, in one order on all ranks."))
+    if run.missing_ranks:
+        lines += _wrapped(
+            f"Not compared, without a record: ranks {ranks_in_short(run.missing_ranks)}.", width, "yellow"
+        )
+    lines.append(_next("collectives", "critical-chain"))
+    return View(tuple(lines), data, bool(problems))
+
+
+def _sum(found: Found, width: int) -> list[Text]:
+    meetings = {id(met): met for finding in found.findings for met in finding.meetings}
+    if not meetings:
+        return [Text("No collective was recorded before the first batch.")]
+    whole = Finding("", "keep", tuple(meetings.values()))
+    took, wait = seconds(whole.took), seconds(whole.wait)
+    many = f"{len(meetings)} {'collective' if len(meetings) == 1 else 'collectives'}"
+    said = _wrapped(f"{many} before the first batch: {took} on the median rank, {wait} of it waiting.", width)
+    return [*said, Text()]
+
+
+def _rows(findings: Sequence[Finding], everything: bool, width: int) -> list[Text]:
+    stay = [finding for finding in findings if finding.verdict == "keep"]
+    hidden = () if everything or len(stay) <= _KEPT + 1 else sorted(stay, key=lambda one: -one.took)[_KEPT:]
+    shown = [finding for finding in findings if finding not in hidden]
+    names = max(10, *(len(finding.name) for finding in shown))
+    groups = max(5, *(len(_group(finding)) for finding in shown))
+    lines = [
+        Text(
+            f"   saves    took    wait  n   {'collective':<{names}}  {'group':<{groups}}  verdict".rstrip(), style=QUIET
+        )
+    ]
+    for finding in shown:
+        saves = f"~{seconds(finding.saving)}" if finding.saving >= 0.0005 else "·"
+        wait = seconds(finding.wait) if finding.wait >= 0.0005 else "·"
+        figures = f"{saves:>8}{seconds(finding.took):>8}{wait:>8}{len(finding.meetings):>3}   "
+        style = "" if finding.verdict == "keep" else "bold"
+        line = Text.assemble(figures, (f"{finding.name:<{names}}", style), f"  {_group(finding):<{groups}}  ")
+        line.append(finding.verdict, style=style)
+        lines.append(line)
+        indent = min(_LEFT, width // 3)
+        lines += _wrapped(f"└ {finding.reason}", width, first=indent, rest=indent + 2)
+        lines += _wrapped(_sites(finding), width, QUIET, first=indent + 2, rest=indent + 2)
+    if hidden:
+        lines.append(Text(f"{len(hidden)} more kept (--all)", style=QUIET))
+    return lines
+
+
+def _together(found: Found, width: int) -> list[Text]:
+    if all(finding.verdict == "keep" for finding in found.findings):
+        return _wrapped("All of them stay.", width)
+    said = f"~{seconds(found.saving)} saved together."
+    said += " 'saves' is re-simulated, not 'took': a removed wait turns up at the next meeting"
+    if any(finding.agreed for finding in found.findings):
+        said += ", and of all that is only assumed one meeting stays as the check (the Agreement)"
+    return _wrapped(said + ".", width)
+
+
+def _group(finding: Finding) -> str:
+    groups = dict.fromkeys(group_of(met) for met in finding.meetings)
+    return next(iter(groups)) if len(groups) == 1 else f"{len(groups)} groups"
+
+
+def _sites(finding: Finding) -> str:
+    sites = finding.call_sites
+    more = f" and {len(sites) - 2} more" if len(sites) > 2 else ""
+    return ", ".join(sites[:2]) + more
+
+
+def _why(finding: Finding, width: int) -> list[Text]:
+    count = f"{len(finding.meetings)} {'meeting' if len(finding.meetings) == 1 else 'meetings'}"
+    took = f"{count}, {seconds(finding.took)} on the median rank, {seconds(finding.wait)} of it waiting"
+    lines = [*_wrapped(f"{finding.name}  {finding.verdict}: {finding.reason}", width, "bold", rest=2)]
+    lines += [*_wrapped(took, width), Text()]
+    for number, sentence in enumerate(finding.proof, 1):
+        lines += _wrapped(f"{number}. {sentence}", width, rest=3)
+    lines.append(Text())
+    if finding.verdict != "keep":
+        check = ", and one meeting stays as the check" if finding.agreed else ""
+        saves = f"Saves ~{seconds(finding.saving)} by itself, re-simulated: waits move on{check}."
+        lines += _wrapped(saves, width)
+        by = f"Applied by the rewrite {finding.rewrite}." if finding.rewrite else f"Not applied: {finding.unapplied}."
+        lines += _wrapped(by, width)
+        lines.append(Text())
+    for met in _different(finding.meetings)[:_CALLS]:
+        lines += _met_lines(met, width)
+    return lines
+
+
+def _different(meetings: Iterable[Met]) -> list[Met]:
+    """One meeting of each operation and way that led there."""
+    return list({(met.call.op, met.call.callers, met.ranks): met for met in reversed(list(meetings))}.values())[::-1]
+
+
+def _met_lines(met: Met, width: int) -> list[Text]:
+    call = met.call
+    number = f", call {call.sequence}" if call.sequence >= 0 else ""
+    what = f"{call.op} on {group_of(met)}{number}, ranks {ranks_in_short(met.ranks)}, {call.bytes} bytes a rank"
+    lines = _wrapped(what, width, rest=4)
+    for caller in call.callers or ((call.call_site,) if call.call_site else ()):
+        where, _, function = caller.rpartition(" ")
+        lines += _wrapped(f"{where} in {function}" if where else caller, width, QUIET, first=4, rest=6)
+    return lines
+
+
+def _chosen(found: Found, name: str) -> Finding:
+    for finding in found.findings:
+        if finding.name == name or name in finding.call_sites:
+            return finding
+    names = ", ".join(finding.name for finding in found.findings) or "none"
+    raise ValueError(f"--why {name!r}: no collective has that name; there are {names}")
+
+
+def _data(finding: Finding) -> dict[str, Any]:
+    return {
+        "name": finding.name,
+        "verdict": finding.verdict,
+        "count": len(finding.meetings),
+        "saving": finding.saving,
+        "took": finding.took,
+        "wait": finding.wait,
+        "group": _group(finding),
+        "reason": finding.reason,
+        "proof": list(finding.proof),
+        "rewrite": finding.rewrite,
+        "unapplied": finding.unapplied,
+        "agreed": finding.agreed,
+        "calls_left_out": len(finding.calls),
+        "meetings": [
+            {
+                "op": met.call.op,
+                "group": group_of(met),
+                "sequence": met.call.sequence,
+                "ranks": list(met.ranks),
+                "root": met.call.root,
+                "call_site": met.call.call_site,
+                "callers": list(met.call.callers),
+                "step": met.call.step,
+                "bytes": met.call.bytes,
+                "digests": {str(span.rank): span.digest for span in met.spans},
+            }
+            for met in finding.meetings
+        ],
+    }
+
+
+def _problem_data(problem: Problem) -> dict[str, Any]:
+    parties = [
+        {"ranks": list(p.ranks), "what": p.what, "call_site": p.call_site, "number": p.number} for p in problem.parties
+    ]
+    return {"text": problem.text, "parties": parties}
+
+
+def _head(run: Run, width: int) -> list[Text]:
+    lines = _wrapped(title(run), width, "bold")
+    for warning in (*labels(run), *run.warnings):
+        lines += _wrapped(f"! {warning}", width, "yellow", rest=2)
+    return [*lines, Text()]
+
+
+def _next(*verbs: str) -> Text:
+    return Text("next: " + ", ".join(f"initopt {verb}" for verb in verbs), style=QUIET)
+
+
+def _wrapped(text: str, width: int, style: str = "", *, first: int = 0, rest: int = 0) -> list[Text]:
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=" " * first,
+        subsequent_indent=" " * rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [Text(line, style=style) for line in lines]
