@@ -327,7 +327,7 @@ def trainer(
     fast_plan: bool = True,
     plan_lane: str = "main",
     fill_once: bool = True,
-    eliminate: bool | Iterable[str] = True,
+    eliminate: bool | Iterable[str] = False,
     strict: bool = False,
     checkpoint: Callable[..., Any] | None = None,
     checkpoint_has_tables: bool = False,
@@ -359,9 +359,8 @@ def trainer(
     `fill_once=False`. With `checkpoint_has_tables` they are not filled before `checkpoint` has run: until then they
     hold NaN, so no other step may read them. What it has not written is filled then, as TorchRec would have.
 
-    Meetings of all ranks that carry what each of them knows are left out, after one collective has shown that they
-    assume the same (see `initopt.eliminated`); `eliminate` may name the rewrites to use, False leaves all meetings in.
-    Where ranks differ TorchRec's own way is taken, with a warning; with `strict` it is an error on all ranks.
+    With `eliminate` meetings of all ranks that carry what each of them knows are left out, after one collective has shown
+    that they assume the same (see `initopt.eliminated`); it may name the rewrites to use, True is all of them. Where ranks differ TorchRec's own way is taken, with a warning; with `strict` it is an error on all ranks.
 
     `dense_optimizer` is called with the parameters that no optimizer of the tables has, and returns theirs.
 

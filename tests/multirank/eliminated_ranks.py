@@ -293,8 +293,17 @@ def counted(seen: Counter[str]) -> Iterator[None]:
         def begins(self, op: str, call_site: str) -> None:
             pass
 
+        def enters(self, meeting: Any) -> None:
+            pass
+
+        def reads_payloads(self) -> bool:
+            return False
+
         def met(self, meeting: Any) -> None:
             seen[meeting.op] += 1
+
+        def group_made(self, group: Any, name: str, call_site: str) -> None:
+            pass
 
         def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
             pass
