@@ -17,11 +17,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 WORLD = "world"
 """The name of the default process group. Any other group has the name that torch gave it, equal on all its members."""
+
+HIDDEN = SourceFileLoader.get_code.__code__.co_filename
+"""The file that a function may say it is from so that the interpreter leaves its frame out of `stacklevel`, as those of
+the import system, and so that no call site is in it."""
 
 _PAYLOAD = {
     "all_reduce": "tensor",
@@ -177,12 +182,16 @@ class _Watch:
             # While a compiler traces through here it has to find torch's own function, which it knows.
             if not self.on or traced():
                 return function(*args, **kwargs)
-            arguments = _Arguments(places, args, kwargs)
-            outer: list[int] | None = getattr(self._thread, "bytes_inside", None)
-            if outer is not None:
-                outer[0] += _bytes(arguments.get(payload))
-                return function(*args, **kwargs)
-            return self._outermost(op, function, arguments)
+            try:
+                arguments = _Arguments(places, args, kwargs)
+                outer: list[int] | None = getattr(self._thread, "bytes_inside", None)
+                if outer is not None:
+                    outer[0] += _bytes(arguments.get(payload))
+                    return function(*args, **kwargs)
+                return self._outermost(op, function, arguments)
+            except BaseException as raised:
+                drop_frame(raised)
+                raise
 
         return call
 
@@ -208,6 +217,7 @@ class _Watch:
             return result
         except BaseException as raised:
             error = type(raised).__name__
+            drop_frame(raised)
             raise
         finally:
             end = time.perf_counter()
@@ -284,6 +294,13 @@ def _bytes(payload: Any) -> int:
     return sum(int(t.numel()) * int(t.element_size()) for t in tensors if hasattr(t, "element_size"))
 
 
+def drop_frame(raised: BaseException) -> None:
+    """Take the frame that has just caught `raised` out of its traceback. With a bare `raise` it doesn't come back."""
+    trace = raised.__traceback__
+    if trace is not None:
+        raised.__traceback__ = trace.tb_next
+
+
 class CallSites:
     """Finds `file:line` of the code that called into a folder `inside`, such as torch.distributed's."""
 
@@ -299,7 +316,7 @@ class CallSites:
         """`file:line` of the first frame from `frame` on that is outside."""
         while frame is not None:
             path = frame.f_code.co_filename
-            if path != __file__ and not path.startswith(self._inside):
+            if path not in (__file__, HIDDEN) and not path.startswith(self._inside):
                 return f"{self._short(path)}:{frame.f_lineno}"
             frame = frame.f_back
         return ""

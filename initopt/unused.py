@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from initopt.hooks import CallSites
+from initopt.hooks import CallSites, drop_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,11 @@ class Watch:
 
         @functools.wraps(made)
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:
-            made(loader, *args, **kwargs)
+            try:
+                made(loader, *args, **kwargs)
+            except BaseException as raised:
+                drop_frame(raised)
+                raise
             # One that makes its iterators itself may be used without our seeing it.
             if type(loader).__iter__ is __iter__:
                 iterated = self._iterated[loader] = [False]
@@ -74,7 +78,11 @@ class Watch:
         def __iter__(loader: Any) -> Any:
             if loader in self._iterated:
                 self._iterated[loader][0] = True
-            return iterates(loader)
+            try:
+                return iterates(loader)
+            except BaseException as raised:
+                drop_frame(raised)
+                raise
 
         replaced = {"__init__": (made, __init__), "__iter__": (iterates, __iter__)}
         for name, (_, ours) in replaced.items():
