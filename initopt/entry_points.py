@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from initopt.hooks import HIDDEN, drop_frame
+from initopt.hooks import HIDDEN, drop_frame, namespaces
 
 Event = Literal[
     "backward", "batch", "checkpoint", "dmp", "group", "loader", "new_group", "plan", "progress", "rendezvous"
@@ -124,12 +124,10 @@ class Hooks:
                 setattr(owner, name, original)
         self._replaced, self._handles, self._rows = [], [], {}
         # All modules are gone through since `from torch.distributed import new_group` makes a name of its own.
-        for module in list(sys.modules.values()):
-            space = getattr(module, "__dict__", None)
-            if type(space) is dict:
-                for name in names & space.keys():
-                    if id(space[name]) in functions:
-                        space[name] = functions[id(space[name])]
+        for space in namespaces():
+            for name in names & space.keys():
+                if id(space[name]) in functions:
+                    space[name] = functions[id(space[name])]
 
     def _knows(self, row: EntryPoint) -> bool:
         library = row.module.partition(".")[0]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 WORLD = "world"
@@ -147,13 +147,24 @@ def _rebind(replacements: Mapping[int, Callable[..., Any]]) -> None:
 
     All modules are gone through since `from torch.distributed import barrier` makes a name that no home knows of.
     """
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if type(names) is not dict:
-            continue
+    for names in namespaces():
         for name in names.keys() & _PAYLOAD.keys():
             if id(names[name]) in replacements:
                 names[name] = replacements[id(names[name])]
+
+
+def namespaces() -> Iterator[dict[str, Any]]:
+    """Where names of functions may stand: the modules, and what a spawned process has run as its main module.
+
+    Of that multiprocessing keeps a copy among the modules; its functions look their names up in another one.
+    """
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if type(names) is dict:
+            yield names
+    spawned = getattr(sys.modules.get("__mp_main__"), "__dict__", {})
+    functions = [value for value in spawned.values() if isinstance(value, FunctionType)]
+    yield from {id(one.__globals__): one.__globals__ for one in functions if one.__globals__ is not spawned}.values()
 
 
 class _Watch:

@@ -67,6 +67,8 @@ class Own:
         if self._places.is_own_frame(frame):
             return True
         name = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_filename.startswith("<"):
+            return False
         return bool(package) and isinstance(name, str) and (name == "__main__" or name.partition(".")[0] == package)
 
 

@@ -184,14 +184,14 @@ class WatchedRun:
                 self._put_training(THROWN_AWAY, thrown_away)
 
     def _loads_what_was_trained(self, arguments: tuple[Any, ...]) -> bool:
-        return any(_place_of(tensor) in self._trained for tensor in _tensors(arguments[0]))
+        return not self._trained.isdisjoint(_places(arguments[0]))
 
     def optimizer_stepped(self, optimizer: Any) -> None:
         """See whether that was the first training step."""
         with self._fail_safe():
             if self._main():
                 self._first.stepped(self._own.now())
-                self._trained |= {_place_of(tensor) for tensor in _tensors(optimizer)} - {0}
+                self._trained |= _places(optimizer)
                 self._usage = Usage(self._recorder.now(), cpu_seconds())
 
     def module_put_in(self) -> None:
@@ -300,9 +300,8 @@ class WatchedRun:
         with self._fail_safe():
             if self._first.found is not None and not self._is_named():
                 self.finish(self._first.found)
-            elif self._is_rank or (self._asked.program == self._pid and self._alone()):
-                self._imports_end()
-                self._between.ends(self._own.now())
+            # Where nothing was seen but imports the script ended before it began, and has said why.
+            elif self._is_rank or (self._imports_over and self._asked.program == self._pid and self._alone()):
                 self._leave()
                 self._say_no_first_batch()
 
@@ -401,26 +400,21 @@ class _Found(Recorder):
         self._write(usage, time.thread_time())
 
 
-def _tensors(target: Any) -> Iterator[Any]:
-    """The tensors of a module, of an optimizer, or of a state that is loaded in place."""
+def _places(target: Any) -> set[int]:
+    """Where the memory of tensors is that a module, an optimizer or a state has: a state shares it with parameters.
+
+    Tensors of other classes than torch's own are left out: asking them may do anything.
+    """
     if hasattr(target, "param_groups"):
-        for group in target.param_groups:
-            yield from group["params"]
-    elif hasattr(target, "parameters"):
-        yield from target.parameters()
-    elif isinstance(target, dict):
-        for value in target.values():
-            yield from _tensors(value)
-    elif hasattr(target, "data_ptr"):
-        yield target
-
-
-def _place_of(tensor: Any) -> int:
-    """Where its memory is: a state shares it with the parameters."""
-    try:
-        return int(tensor.data_ptr())
-    except (AttributeError, RuntimeError):  # a kind of tensor without memory of its own
-        return 0
+        return {place for group in target.param_groups for tensor in group["params"] for place in _places(tensor)}
+    if hasattr(target, "parameters"):
+        return {place for tensor in target.parameters() for place in _places(tensor)}
+    if isinstance(target, dict):
+        return {place for value in target.values() for place in _places(value)}
+    torch: Any = sys.modules["torch"]
+    if type(target) in (torch.Tensor, torch.nn.Parameter):
+        return {target.data_ptr()} - {0}
+    return set()
 
 
 def _short(path: Path) -> str:
