@@ -118,7 +118,9 @@ def launched(options: list[str]) -> None:
 def main() -> None:
     how, *options = sys.argv[1:]
     if how == "spawn":
-        port = int(os.environ.pop("MASTER_PORT"))
+        port = int(os.environ["MASTER_PORT"])
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
         torch.multiprocessing.spawn(spawned, (port, options), nprocs=WORLD)
     elif how == "elastic":
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
