@@ -104,13 +104,16 @@ class Hooks:
         module = sys.modules.get(name)
         if not self.on or module is None:
             return
-        known = [row for row in rows if self._knows(row)]
-        for row in known:
-            self._put(module, row)
-        if known and name == "torch.nn.modules.module":
-            self._handles.append(module.register_module_module_registration_hook(self._module_put_in))
-        if known and name == "torch.optim.optimizer":
-            self._handles.append(module.register_optimizer_step_post_hook(self._optimizer_stepped))
+        for row in rows:
+            if self._knows(row.module, row.versions):
+                self._put(module, row)
+        # torch has its own hooks for these. Nothing of it may be imported before it is there as a whole.
+        if name == "torch" and self._knows(name, _TORCH):
+            self._handles += [
+                module.nn.modules.module.register_module_module_registration_hook(self._module_put_in),
+                # torch.optim takes the name of this module away.
+                sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(self._stepped(module)),
+            ]
 
     def take_out(self) -> None:
         """Leave every module and class as it was. Who has replaced a function of ours since keeps his."""
@@ -129,13 +132,13 @@ class Hooks:
                 if id(space[name]) in functions:
                     space[name] = functions[id(space[name])]
 
-    def _knows(self, row: EntryPoint) -> bool:
-        library = row.module.partition(".")[0]
+    def _knows(self, module: str, versions: tuple[str, ...]) -> bool:
+        library = module.partition(".")[0]
         if library == "torchrec":
             with suppress(ImportError):
                 __import__(_VERSION_OF[library])
         version = str(getattr(sys.modules.get(_VERSION_OF[library]), "__version__", "?"))
-        if version.startswith(row.versions):
+        if version.startswith(versions):
             return True
         self.unknown[library] = version
         return False
@@ -211,9 +214,15 @@ class Hooks:
 
         return call
 
-    def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        if self.on and self._watcher.here():
-            self._watcher.optimizer_stepped(optimizer)
+    def _stepped(self, torch: Any) -> Callable[..., None]:
+        compiles = torch.compiler.is_dynamo_compiling
+
+        def stepped(optimizer: Any, *_: Any) -> None:
+            # A compiler that traces an optimizer through here leaves the rest out.
+            if not compiles() and self.on and self._watcher.here():
+                self._watcher.optimizer_stepped(optimizer)
+
+        return stepped
 
     def _module_put_in(self, *_: Any) -> None:
         if self.on and self._watcher.here():

@@ -4,6 +4,8 @@ A step counts if a backward pass came before it: a validation has none, and neit
 optimizer's state. It has ended with the last optimizer that steps before the next batch or backward pass, or, inside of
 a train pipeline's `progress`, with that. If what it trained is loaded from a checkpoint before anything else is
 trained, it was thrown away, and the next one counts. So a step is known to be the first only when the second begins.
+
+Optimizers may step unseen: in the backward pass, or in compiled code. After many backward passes and no step it was so.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ class Trained:
     end: Moment
 
 
+_UNSEEN = 32
+"""Backward passes without an optimizer's step, more than anybody accumulates gradients over at a start."""
+
+
 class FirstStep:
     """Told what the trainer does, in order, on one thread."""
 
@@ -33,6 +39,7 @@ class FirstStep:
         self._start: Moment | None = None
         self._progress: Moment | None = None
         self._depth = 0
+        self._backwards: list[Moment] = []
         self._thrown_away = False
 
     def batch_came(self, at: Moment) -> None:
@@ -51,8 +58,13 @@ class FirstStep:
 
     def backward_ended(self, at: Moment) -> None:
         """It has ended."""
-        if self._depth == 0 and (self.all_in_backward or self.found is not None):
+        if self._depth:
+            return
+        self._backwards.append(at)
+        if self.all_in_backward or self.found is not None:
             self._ends(at)
+        elif len(self._backwards) == _UNSEEN:
+            self._ends(self._backwards[0])
 
     def stepped(self, at: Moment) -> None:
         """An optimizer has stepped."""

@@ -71,6 +71,7 @@ def test_all_is_hooked_and_all_is_as_before(noted: tuple[Noted, Hooks], monkeypa
     monkeypatch.setitem(sys.modules, "copied", copy)
     for row in ENTRY_POINTS:
         hooks.imported(row.module)
+    hooks.imported("torch")
     hooked = everything()
     assert [key for key in before if hooked[key] is before[key]] == []
     copy.new_group = torch.distributed.distributed_c10d.new_group  # type: ignore[attr-defined]
@@ -97,6 +98,7 @@ def test_a_version_that_is_not_known_is_left_alone(noted: tuple[Noted, Hooks], m
     for row in ENTRY_POINTS:
         if row.module.startswith("torch."):
             hooks.imported(row.module)
+    hooks.imported("torch")
     assert {key: one for key, one in everything().items() if not key[0].startswith("torchrec")} == {
         key: one for key, one in before.items() if not key[0].startswith("torchrec")
     }

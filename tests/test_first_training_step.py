@@ -67,6 +67,13 @@ def test_a_backward_pass_is_a_step_where_every_optimizer_is_in_it() -> None:
     assert (found.start.time, found.end.time) == (0, 1.5)
 
 
+def test_an_optimizer_that_nobody_sees_has_stepped_with_the_first_backward_pass() -> None:
+    assert told("batch_came", *["backward"] * 31).found is None
+    found = told("batch_came", *["backward"] * 32).found
+    assert found is not None
+    assert (found.start.time, found.end.time) == (0, 1.5)
+
+
 def test_an_optimizer_in_the_backward_pass_ends_with_it() -> None:
     first = FirstStep()
     first.backward_begins(Moment(0.0, 0.0))
