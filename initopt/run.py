@@ -72,7 +72,7 @@ def main() -> NoReturn:
     wanted = Wanted(os.getpid(), name, options["until"], options["root"], before)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (FOLDER, before))),
+        "PYTHONPATH": _with_folder(before),
         VARIABLE: f"{_interpreter()}:{wanted.program}:{json.dumps(asdict(wanted))}",
     }
     for stream in (sys.stdout, sys.stderr):
@@ -130,13 +130,17 @@ def forget(wanted: Wanted) -> None:
     """Give the environment back: what is started from here on is no rank, and sees it as it would have been."""
     os.environ.pop(VARIABLE, None)
     path = os.environ.get("PYTHONPATH", "")
-    if path == os.pathsep.join(filter(None, (FOLDER, wanted.before))):
+    if path == _with_folder(wanted.before):
         if wanted.before is None:
-            os.environ.pop("PYTHONPATH", None)
+            del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = wanted.before
-    else:  # the script has set it since
-        os.environ["PYTHONPATH"] = os.pathsep.join(part for part in path.split(os.pathsep) if part != FOLDER)
+    elif FOLDER in (parts := path.split(os.pathsep)):  # the script has set it since
+        os.environ["PYTHONPATH"] = os.pathsep.join(part for part in parts if part != FOLDER)
+
+
+def _with_folder(path: str | None) -> str:
+    return os.pathsep.join(filter(None, (FOLDER, path)))
 
 
 if __name__ == "__main__":

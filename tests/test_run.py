@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from initopt.run import VARIABLE, interpreter_words
+from initopt.run import FOLDER, VARIABLE, Wanted, forget, interpreter_words
 from initopt.runs import Run
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +86,30 @@ def test_what_makes_no_sense_is_said_with_the_usage(tmp_path: Path, words: list[
     assert problem in done.stderr
     assert "usage: python -m initopt.run" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "after"),
+    [
+        (None, FOLDER, None),
+        ("", FOLDER, ""),
+        ("a:b", f"{FOLDER}:a:b", "a:b"),
+        ("a", f"new:{FOLDER}:a", "new:a"),
+        ("a", "new", "new"),
+        (None, None, None),
+    ],
+)
+def test_the_environment_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, now: str | None, after: str | None
+) -> None:
+    monkeypatch.setenv(VARIABLE, "word")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if now is not None:
+        monkeypatch.setenv("PYTHONPATH", now)
+    for _ in range(2):
+        forget(Wanted(1, "script.py", "", "", before))
+        assert os.environ.get("PYTHONPATH") == after
+        assert VARIABLE not in os.environ
 
 
 def test_help_is_no_error(tmp_path: Path) -> None:
