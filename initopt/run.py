@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -37,7 +38,8 @@ class Wanted:
     """What is to be recorded, and what the environment was before.
 
     `program` is the process id of the script itself, `name` its name, `before` the value of PYTHONPATH, None where it
-    was not set. `until` and `root` are the options, empty where they were not given.
+    was not set. `until` and `root` are the options, empty where they were not given. `spent` are the CPU seconds
+    until the interpreter began anew.
     """
 
     program: int
@@ -45,6 +47,7 @@ class Wanted:
     until: str
     root: str
     before: str | None
+    spent: float = 0.0
 
 
 class _Usage(Exception):
@@ -69,7 +72,7 @@ def main() -> NoReturn:
         os.execv(sys.executable, command)
     before = os.environ.get("PYTHONPATH")
     name = program[1] if program[0] == "-m" else os.path.basename(program[0].rstrip(os.sep))
-    wanted = Wanted(os.getpid(), name, options["until"], options["root"], before)
+    wanted = Wanted(os.getpid(), name, options["until"], options["root"], before, time.thread_time())
     environment = {
         **os.environ,
         "PYTHONPATH": _with_folder(before),

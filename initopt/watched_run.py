@@ -42,9 +42,12 @@ _STEPS: dict[Event, tuple[str, str]] = {
 _FIRST_BATCH = ("first_batch", "get_first_batch_data")
 
 
-def begin() -> None:
-    """Watch this process as the environment asks for. Called once, as the interpreter starts or imports torch."""
-    WatchedRun(wanted()).begin()
+def begin(entered: float) -> None:
+    """Watch this process as the environment asks for. Called once, as the interpreter starts or imports torch.
+
+    What it took since `entered` (`time.thread_time`) is part of the recorder's own cost.
+    """
+    WatchedRun(wanted()).begin(entered)
 
 
 class WatchedRun:
@@ -72,7 +75,7 @@ class WatchedRun:
         self._imports_over = False
         self._recorder = _Found(self)
 
-    def begin(self) -> None:
+    def begin(self, entered: float) -> None:
         """Begin to watch."""
         # The first that is registered is the last that is called: the script's own come before.
         atexit.register(self._at_exit)
@@ -81,6 +84,8 @@ class WatchedRun:
         if self._imports is not None:
             self._imports.imported = self._imported
         self._recorder.__enter__()
+        before = self._asked.spent if self._asked.program == self._pid else 0.0
+        self._recorder.spent(before + time.thread_time() - entered)
 
     def here(self) -> bool:
         """Whether this process is watched."""
@@ -394,6 +399,11 @@ class _Found(Recorder):
         began, ended = start.time - self._zero, end.time - self._zero
         cpu = end.cpu - start.cpu
         self._write(Span(name, began, ended, lane=self._lane(), stage=stage, cpu=cpu, step=self.step_here()), entered)
+
+    def spent(self, seconds: float) -> None:
+        """Count CPU seconds as the recorder's own cost."""
+        with self._lock:
+            self._own_cost += seconds
 
     def usage(self, usage: Usage) -> None:
         """Say anew what was used until the first training step had ended."""

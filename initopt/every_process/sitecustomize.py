@@ -7,6 +7,7 @@ watched once it imports torch, and until then nothing of initopt is imported.
 
 import os
 import sys
+import time
 
 
 class _Torch:
@@ -21,10 +22,11 @@ class _Torch:
 
 
 def _watch():
+    entered = time.thread_time()
     try:
         from initopt.watched_run import begin
 
-        begin()
+        begin(entered)
     except Exception as error:  # whose process it is has no part in this
         sys.stderr.write("initopt: this process is not recorded: {}: {}\n".format(type(error).__name__, error))
 
