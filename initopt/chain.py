@@ -79,6 +79,27 @@ def split(run: Run, rank: int) -> Split:
     return Split(total - wait - queue, wait, queue)
 
 
+def seconds(value: float) -> str:
+    """A time the way every view prints it: `104.3s`, `640ms`, `0`.
+
+    >>> seconds(104.34), seconds(0.64), seconds(0)
+    ('104.3s', '640ms', '0')
+    """
+    if abs(value) < 0.0005:
+        return "0"
+    return f"{value:.1f}s" if abs(value) >= 0.9995 else f"{1000 * value:.0f}ms"
+
+
+def sentence(run: Run, rank: int | None = None) -> str:
+    """The start-up of `rank` (default: the median one) in one line.
+
+    `first batch after 157.7s = 98.4s work + 13.5s wait + 45.8s queue`. Raises RecordError if it had no first batch.
+    """
+    parts = split(run, median_rank(run) if rank is None else rank)
+    work, wait, queue = (seconds(part) for part in (parts.work, parts.wait, parts.queue))
+    return f"{run.goal} after {seconds(parts.total)} = {work} work + {wait} wait + {queue} queue"
+
+
 def critical_chain(run: Run, rank: int | None = None) -> list[Link]:
     """The links that decided when `rank` (default: the slowest one) had its first batch, last link first.
 

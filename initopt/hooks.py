@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType, ModuleType
+from importlib.machinery import SourceFileLoader
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, Literal, Protocol
 
 from initopt.payload import Checksum, bytes_in, tensors_in
@@ -28,6 +29,10 @@ WORLD = "world"
 
 STORE = "store"
 """The name of a group that meets in a store begins with this; the prefix of its keys follows."""
+
+HIDDEN = SourceFileLoader.get_code.__code__.co_filename
+"""The file that a function may say it is from so that the interpreter leaves its frame out of `stacklevel`, as those of
+the import system, and so that no call site is in it."""
 
 _PAYLOAD = {
     "all_reduce": "tensor",
@@ -209,13 +214,24 @@ def _rebind(replacements: Mapping[int, Callable[..., Any]]) -> None:
 
     All modules are gone through since `from torch.distributed import barrier` makes a name that no home knows of.
     """
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if type(names) is not dict:
-            continue
+    for names in namespaces():
         for name in names.keys() & _NAMES:
             if id(names[name]) in replacements:
                 names[name] = replacements[id(names[name])]
+
+
+def namespaces() -> Iterator[dict[str, Any]]:
+    """Where names of functions may stand: the modules, and what a spawned process has run as its main module.
+
+    Of that multiprocessing keeps a copy among the modules; its functions look their names up in another one.
+    """
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if type(names) is dict:
+            yield names
+    spawned = getattr(sys.modules.get("__mp_main__"), "__dict__", {})
+    functions = [value for value in spawned.values() if isinstance(value, FunctionType)]
+    yield from {id(one.__globals__): one.__globals__ for one in functions if one.__globals__ is not spawned}.values()
 
 
 _Kind = Literal["call", "functional", "store"]
@@ -283,20 +299,24 @@ class _Watch:
             # While a compiler traces through here it has to find torch's own function, which it knows.
             if not self.on or traced():
                 return function(*args, **kwargs)
-            arguments = _Arguments(places, args, kwargs)
-            outer: _Inside | None = getattr(self._thread, "inside", None)
-            if outer is None:
-                if not manager:
-                    return self._outermost(op, function, arguments, payload, kind)
-                # Messages between two ranks are put together by it as well.
-                if sys._getframe(1).f_code.co_name != "batch_isend_irecv":
-                    return self._coalesced(function, arguments)
-                return function(*args, **kwargs)
-            tensors = arguments.get(payload) if payload else None
-            outer.before(tensors)
-            result = function(*args, **kwargs)
-            outer.after(tensors)
-            return result
+            try:
+                arguments = _Arguments(places, args, kwargs)
+                outer: _Inside | None = getattr(self._thread, "inside", None)
+                if outer is None:
+                    if not manager:
+                        return self._outermost(op, function, arguments, payload, kind)
+                    # Messages between two ranks are put together by it as well.
+                    if sys._getframe(1).f_code.co_name != "batch_isend_irecv":
+                        return self._coalesced(function, arguments)
+                    return function(*args, **kwargs)
+                tensors = arguments.get(payload) if payload else None
+                outer.before(tensors)
+                result = function(*args, **kwargs)
+                outer.after(tensors)
+                return result
+            except BaseException as raised:
+                drop_frame(raised)
+                raise
 
         return call
 
@@ -385,6 +405,7 @@ class _Watch:
             return result
         except BaseException as raised:
             error = type(raised).__name__
+            drop_frame(raised)
             raise
         finally:
             end = time.perf_counter()
@@ -500,6 +521,13 @@ def _places(op: str, function: Callable[..., Any]) -> dict[str, int]:
     return {name: place for place, name in enumerate(names)}
 
 
+def drop_frame(raised: BaseException) -> None:
+    """Take the frame that has just caught `raised` out of its traceback. With a bare `raise` it doesn't come back."""
+    trace = raised.__traceback__
+    if trace is not None:
+        raised.__traceback__ = trace.tb_next
+
+
 class CallSites:
     """Finds `file:line` of the code that called into folders `inside`, and the functions that led there."""
 
@@ -527,7 +555,7 @@ class CallSites:
         if path not in self._names:
             _, packages, inside = path.rpartition(f"{os.sep}site-packages{os.sep}")
             name: str | None = inside if packages else path.removeprefix(self._here)
-            if path in (__file__, contextlib.__file__) or path.startswith(self._inside):
+            if path in (__file__, HIDDEN, contextlib.__file__) or path.startswith(self._inside):
                 name = None
             self._names[path] = name
         return self._names[path]

@@ -176,6 +176,10 @@ class Recording:
     def __init__(self, *, used: bool) -> None:
         self.step_here: Callable[[], tuple[str, str]] = _before_any_recorder
         """Which step, on which lane, the calling thread is in."""
+        self.imported: Callable[[str], None] = _nobody
+        """Told the name of each module that was executed, before whoever imports it goes on. Must not raise."""
+        self.last = 0.0, 0.0
+        """When the main thread was last done with an import: `time.perf_counter`, and its CPU seconds."""
         self.watched = used and sys.getprofile() is None
         self.before = _imported_packages()
         """The packages that were imported before it was on."""
@@ -184,8 +188,8 @@ class Recording:
         self._done: list[_Module] = []
         self._thread = threading.local()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._places = _Places()
-        self._use = _Use(self._module_here, self._places) if self.watched else None
+        self._places = Places()
+        self._use = _Use(self.module_here, self._places) if self.watched else None
 
     def begin(self) -> None:
         """Switch it on."""
@@ -230,7 +234,9 @@ class Recording:
                 return method(loader, subject)
             module = self._begins(subject)
             try:
-                return method(loader, subject)
+                done = method(loader, subject)
+                self.imported(module.name)
+                return done
             finally:
                 self._ends(module)
 
@@ -270,6 +276,8 @@ class Recording:
         module.took_cpu = time.thread_time() - module.cpu
         stack = self._stack()
         stack.pop()
+        if not stack and threading.current_thread() is threading.main_thread():
+            self.last = module.start + module.took, module.cpu + module.took_cpu
         if stack:
             stack[-1].inner += module.took
             stack[-1].inner_cpu += module.took_cpu
@@ -288,7 +296,7 @@ class Recording:
             stack = self._thread.stack = []
         return stack
 
-    def _module_here(self) -> str:
+    def module_here(self) -> str:
         """The module whose import the calling thread is in, empty outside of one."""
         stack = self._stack()
         return stack[-1].name if stack else ""
@@ -302,6 +310,10 @@ class Recording:
         for _ in range(100):
             timed(None, subject)
         return (time.thread_time() - entered) / 100
+
+
+def _nobody(module: str) -> None:
+    """Who is told of imports where nobody wants to know."""
 
 
 def _nothing(loader: Any, subject: Any) -> None:
@@ -321,7 +333,7 @@ def _before_any_recorder() -> tuple[str, str]:
     return "imports", "main" if thread is threading.main_thread() else thread.name
 
 
-class _Places:
+class Places:
     """Tells the trainer's own code from that of others, and finds who asked for an import."""
 
     def __init__(self) -> None:
@@ -352,7 +364,8 @@ class _Places:
         installed = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
         return path not in ("", "built-in", "frozen") and not installed and not path.startswith(self._others)
 
-    def _is_own_frame(self, frame: FrameType) -> bool:
+    def is_own_frame(self, frame: FrameType) -> bool:
+        """Whether this runs the trainer's own code."""
         return self.is_own(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
 
     def find(self, module: _Module, outer: _Module | None, frame: FrameType | None) -> None:
@@ -361,13 +374,13 @@ class _Places:
             frame = frame.f_back
         if frame is not None:
             module.asked = self._place(frame)
-            if not self._is_own_frame(frame):
+            if not self.is_own_frame(frame):
                 module.asker = str(frame.f_globals.get("__name__", ""))
                 module.importer = module.asker.partition(".")[0]
         if outer is not None and not outer.own:
             module.line, module.owned = outer.line, outer.owned
             return
-        while frame is not None and not self._is_own_frame(frame):
+        while frame is not None and not self.is_own_frame(frame):
             frame = frame.f_back
         module.owned = frame is not None
         module.line = self._place(frame) if frame is not None else module.asked
@@ -387,7 +400,7 @@ def _is_machinery(frame: FrameType) -> bool:
 class _Use:
     """Notes whose code ran: outside of every import, or during the import of another module."""
 
-    def __init__(self, module_here: Callable[[], str], places: _Places) -> None:
+    def __init__(self, module_here: Callable[[], str], places: Places) -> None:
         self._module_here = module_here
         self._places = places
         self._on = False

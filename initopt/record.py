@@ -7,6 +7,8 @@ ranks (see `runs`) nor which calls are meetings (see `hooks`).
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
 import platform
@@ -15,11 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, get_args, overload
 
 from initopt.cores import cores
 from initopt.imports import NOT_TO_BE_USED, SWITCH, Imported, ImportLine, recording
@@ -334,8 +336,11 @@ class Recorder:
         self.world_size = 1
         self.path: Path | None = None
         """The directory of the run, once its number is known."""
-        imported = Span("imports", 0.0, self.now(), kind="import", cpu=time.thread_time())
-        self._write(imported, entered)
+        self._begin(entered)
+
+    def _begin(self, entered: float) -> None:
+        """Write what comes first: all that this process did until now is its imports."""
+        self._write(Span("imports", 0.0, self.now(), kind="import", cpu=time.thread_time()), entered)
 
     def now(self) -> float:
         """Seconds since this process started."""
@@ -726,18 +731,63 @@ class Recorder:
             raise OSError("the disk is full")
 
 
-@contextmanager
-def step(name: str, stage: str | None = None) -> Iterator[None]:
-    """Record a block, or with `@step("features")` every call of a function, as a step of the current recorder.
+@overload
+def step(name: str, stage: str | None = None) -> NamedBlock: ...
+@overload
+def step(name: _Function) -> _Function: ...
+def step(name: str | _Function, stage: str | None = None) -> NamedBlock | _Function:
+    """Record a block, or every call of a function, as a step of the current recorder.
 
-    The current recorder is the one whose `with` block is running, on whatever thread. Without one this does nothing.
+    `with step("features"):` names a block, `@step("features")` a function; `@step` takes the function's own name. The
+    current recorder is the one whose `with` block is running, or that of `python -m initopt.run`, on whatever thread.
+    Without one this does nothing. Raises TypeError for a function whose call does not do its work: a generator or an
+    `async` one.
     """
-    if _current is None:
-        yield
-    else:
-        with _current.span(name, stage=stage):
-            yield
+    if isinstance(name, str):
+        return NamedBlock(name, stage)
+    return NamedBlock(name.__name__, stage)(name)
 
+
+class NamedBlock(AbstractContextManager[None]):
+    """What `step` gives: to be entered once, or put on a function."""
+
+    def __init__(self, name: str, stage: str | None) -> None:
+        self._name, self._stage = name, stage
+        self._span: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        if _current is not None:
+            self._span = _current.span(self._name, stage=self._stage)
+        self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._span.__exit__(kind, error, trace)
+
+    def __call__(self, function: _Function) -> _Function:
+        """The function, each call of which is a step."""
+        if any(is_late(function) for is_late in _LATE):
+            raise TypeError(
+                f"{function.__qualname__} can't be the step {self._name!r}: a call of it returns before its work is "
+                "done. Name the block that does the work, with `with initopt.step(...)`"
+            )
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with NamedBlock(self._name, self._stage):
+                return function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+
+def current_recorder() -> Recorder | None:
+    """The recorder that `step` records into, None where there is none."""
+    return _current
+
+
+_LATE = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _current: Recorder | None = None
 

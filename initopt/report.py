@@ -27,6 +27,8 @@ from initopt.chain import (
     split,
     steps_of,
 )
+from initopt.chain import seconds as seconds
+from initopt.chain import sentence as sentence
 from initopt.compiles import cache_use, compiled_in, compiled_on, sharing, total
 from initopt.deferral import findings, together
 from initopt.ett import JOBS, LOST_WORK, NOT_COUNTED, Job, ett, gain, time_to_recover
@@ -78,24 +80,6 @@ class Row:
     slack: float | None
     note: str = ""
     compiling: float = 0.0
-
-
-def seconds(value: float) -> str:
-    """A time the way every view prints it: `104.3s`, `640ms`, `0`.
-
-    >>> seconds(104.34), seconds(0.64), seconds(0)
-    ('104.3s', '640ms', '0')
-    """
-    if abs(value) < 0.0005:
-        return "0"
-    return f"{value:.1f}s" if abs(value) >= 0.9995 else f"{1000 * value:.0f}ms"
-
-
-def sentence(run: Run) -> str:
-    """The start-up in one line: `first batch after 157.7s = 98.4s work + 13.5s wait + 45.8s queue`."""
-    parts = split(run, median_rank(run))
-    work, wait, queue = (seconds(part) for part in (parts.work, parts.wait, parts.queue))
-    return f"{run.goal} after {seconds(parts.total)} = {work} work + {wait} wait + {queue} queue"
 
 
 def summary(run: Run, *, width: int = 80) -> View:

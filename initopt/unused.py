@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from initopt.hooks import CallSites
+from initopt.hooks import CallSites, drop_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,11 @@ class Watch:
 
         @functools.wraps(made)
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:
-            made(loader, *args, **kwargs)
+            try:
+                made(loader, *args, **kwargs)
+            except BaseException as raised:
+                drop_frame(raised)
+                raise
             # One that makes its iterators itself may be used without our seeing it.
             if type(loader).__iter__ is __iter__:
                 iterated = self._iterated[loader] = _Iterated()
@@ -111,10 +115,14 @@ class Watch:
         @functools.wraps(iterates)
         def __iter__(loader: Any) -> Any:
             iterated = self._iterated.get(loader)
-            if iterated is None:
-                return iterates(loader)
-            iterated.begins()
-            iterator = iterates(loader)
+            try:
+                if iterated is None:
+                    return iterates(loader)
+                iterated.begins()
+                iterator = iterates(loader)
+            except BaseException as raised:
+                drop_frame(raised)
+                raise
             iterated.is_now(iterator)
             return iterator
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,46 @@ def test_steps_nest_and_know_their_outer_step_and_their_error(tmp_path: Path) ->
             raise ZeroDivisionError
     steps = [(s["name"], s["step"], s["error"]) for s in lines(tmp_path / "0001") if s["kind"] == "step"]
     assert steps == [("fill", "shard", ""), ("fill", "shard", ""), ("shard", "", "ZeroDivisionError")]
+
+
+def test_a_function_gives_its_name_to_a_step_nested_on_threads_and_when_it_raises(tmp_path: Path) -> None:
+    @initopt.step
+    def inner(value: int) -> int:
+        """Divide."""
+        return 1 // value
+
+    @initopt.step
+    def outer(value: int) -> int:
+        return inner(value)
+
+    with Recorder("j", mode="stock", root=tmp_path) as recorder:
+        recorder.agree(0, 1)
+        assert outer(1) == 1
+        thread = threading.Thread(target=inner, args=(1,), name="io:data")
+        thread.start()
+        thread.join()
+        with pytest.raises(ZeroDivisionError):
+            outer(0)
+    assert inner(1) == 1
+    assert (inner.__name__, inner.__doc__) == ("inner", "Divide.")
+    steps = [(s["name"], s["step"], s["lane"], s["error"]) for s in lines(tmp_path / "0001") if s["kind"] == "step"]
+    assert steps == [
+        ("inner", "outer", "main", ""),
+        ("outer", "", "main", ""),
+        ("inner", "", "io:data", ""),
+        ("inner", "outer", "main", "ZeroDivisionError"),
+        ("outer", "", "main", "ZeroDivisionError"),
+    ]
+
+
+def test_a_function_whose_call_does_not_do_its_work_is_no_step() -> None:
+    def rows() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(TypeError, match=r"rows can't be the step 'rows': a call of it returns before its work"):
+        initopt.step(rows)
+    with pytest.raises(TypeError, match=r"rows can't be the step 'data'"):
+        initopt.step("data")(rows)
 
 
 def test_the_current_step_and_lane_are_set_without_a_span(tmp_path: Path) -> None:

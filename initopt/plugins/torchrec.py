@@ -359,8 +359,9 @@ def trainer(
     `fill_once=False`. With `checkpoint_has_tables` they are not filled before `checkpoint` has run: until then they
     hold NaN, so no other step may read them. What it has not written is filled then, as TorchRec would have.
 
-    With `eliminate` meetings of all ranks that carry what each of them knows are left out, after one collective has shown
-    that they assume the same (see `initopt.eliminated`); it may name the rewrites to use, True is all of them. Where ranks differ TorchRec's own way is taken, with a warning; with `strict` it is an error on all ranks.
+    With `eliminate` meetings of all ranks that carry what each of them knows are left out, after one collective has
+    shown that they assume the same (see `initopt.eliminated`); it may name the rewrites to use, True is all of them.
+    Where ranks differ TorchRec's own way is taken, with a warning; with `strict` it is an error on all ranks.
 
     `dense_optimizer` is called with the parameters that no optimizer of the tables has, and returns theirs.
 

@@ -1,0 +1,439 @@
+"""The start-up of this process, recorded while the script knows nothing of it: what `initopt.run` puts into each rank.
+
+A process is a rank once it makes the default process group, or is the script itself and trains without one. What it
+does before is kept in memory, and dropped where it does neither. After the first training step every hook is out.
+What goes wrong in here costs the record, never the job, and is said once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from initopt.entry_points import Event, Hooks
+from initopt.first_training_step import FirstStep, Trained
+from initopt.imports import Recording, record_imports, recording
+from initopt.own_lines import Between, Moment, Own
+from initopt.process_tree import cpu_seconds
+from initopt.record import FIRST_STEP, Recorder, Span, Usage, current_recorder, run_numbers, run_root
+from initopt.run import Wanted, forget, wanted
+
+THROWN_AWAY = "thrown_away_step"
+"""A training step whose outcome was overwritten from a checkpoint before the next one."""
+
+_STEPS: dict[Event, tuple[str, str]] = {
+    "checkpoint": ("checkpoint", "pre_train"),
+    "dmp": ("dmp", "train_module_creation"),
+    "group": ("process_group", "process_group_init"),
+    "loader": ("loader", "preproc_creation"),
+    "new_group": ("new_group", "process_group_init"),
+    "plan": ("sharding_plan", "train_module_creation"),
+    "rendezvous": ("rendezvous", "process_group_init"),
+}
+_FIRST_BATCH = ("first_batch", "get_first_batch_data")
+
+
+def begin(entered: float) -> None:
+    """Watch this process as the environment asks for. Called once, as the interpreter starts or imports torch.
+
+    What it took since `entered` (`time.thread_time`) is part of the recorder's own cost.
+    """
+    WatchedRun(wanted()).begin(entered)
+
+
+class WatchedRun:
+    """One process that may turn out to be a rank."""
+
+    def __init__(self, asked: Wanted) -> None:
+        self._asked = asked
+        self._root = os.path.abspath(run_root(asked.root or None))
+        self._runs_before = run_numbers(Path(self._root))
+        self._hooks = Hooks(self)
+        self._watching = ExitStack()
+        self._own = Own()
+        self._is_rank = False
+        self._done = False
+        self._anew()
+
+    def _anew(self) -> None:
+        self._pid = os.getpid()
+        self._first = FirstStep()
+        self._between = Between(self._found_between)
+        self._usage: Usage | None = None
+        self._trained: set[int] = set()
+        self._asked_for_a_batch: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._imports: Recording | None = recording()
+        self._imports_over = False
+        self._recorder = _Found(self)
+
+    def begin(self, entered: float) -> None:
+        """Begin to watch."""
+        # The first that is registered is the last that is called: the script's own come before.
+        atexit.register(self._at_exit)
+        record_imports()
+        self._anew()
+        if self._imports is not None:
+            self._imports.imported = self._imported
+        self._recorder.__enter__()
+        before = self._asked.spent if self._asked.program == self._pid else 0.0
+        self._recorder.spent(before + time.thread_time() - entered)
+
+    def here(self) -> bool:
+        """Whether this process is watched."""
+        return not self._done and os.getpid() == self._pid
+
+    def becomes_rank(self) -> bool:
+        """Watch collectives from now on, and let children alone. False if this process did so before."""
+        forked = os.getpid() != self._pid
+        if self._done or self._is_rank:
+            return False
+        with self._fail_safe():
+            if current_recorder() is not self._recorder:
+                # The script has a recorder of its own, and needs no second one.
+                self._leave()
+                return False
+            if forked:
+                self._recorder.__exit__(None, None, None)
+                self._anew()
+                self._recorder.__enter__()
+            self._is_rank = True
+            forget(self._asked)
+            self._watching.enter_context(self._recorder.collectives())
+            return True
+        return False
+
+    @contextmanager
+    def around(self, event: Event, arguments: tuple[Any, ...]) -> Iterator[None]:
+        """Record a call as the step that it means."""
+        if event in ("backward", "batch", "progress"):
+            with self._fail_safe():
+                if self._main() and self._first.found is not None and not self._is_named():
+                    self.finish(self._first.found)
+        if self._done:
+            yield
+        elif event == "backward":
+            with self._backward():
+                yield
+        elif event == "progress":
+            with self._progress():
+                yield
+        elif event == "batch":
+            with self._batch(arguments[0]):
+                yield
+        else:
+            name, stage = _STEPS[event]
+            if self._recorder.step_here() == name:
+                yield
+            else:
+                with self._recorder.span(name, stage=stage):
+                    yield
+                with self._fail_safe():
+                    self._after(event, arguments)
+
+    @contextmanager
+    def _backward(self) -> Iterator[None]:
+        main = self._main()
+        if main:
+            self._first.backward_begins(self._own.now())
+        yield
+        if main:
+            self._first.backward_ended(self._own.now())
+
+    @contextmanager
+    def _progress(self) -> Iterator[None]:
+        if not self._main():
+            yield
+            return
+        self._first.progress_begins(self._own.now())
+        well = False
+        try:
+            # Should it turn out to train nothing, what is inside of it is found by its time.
+            with self._recorder.current_step(self._recorder.step_here() or FIRST_STEP):
+                yield
+            well = True
+        finally:
+            self._first.progress_ended(self._own.now(), well=well)
+
+    @contextmanager
+    def _batch(self, iterator: Any) -> Iterator[None]:
+        if iterator in self._asked_for_a_batch:
+            yield
+        else:
+            self._asked_for_a_batch.add(iterator)
+            name, stage = _FIRST_BATCH
+            with self._recorder.span(name, stage=stage):
+                yield
+        if self._main():
+            self._first.batch_came(self._own.now())
+
+    def _after(self, event: Event, arguments: tuple[Any, ...]) -> None:
+        """Look at what a step has left."""
+        if event == "dmp":
+            # Public, but in a library that may be missing.
+            split = getattr(sys.modules.get("torchrec.optim.optimizers"), "in_backward_optimizer_filter", None)
+            if split is not None:
+                left = [p for _, p in split(arguments[0].named_parameters()) if p.requires_grad]
+                self._first.all_in_backward = not left
+        elif event == "checkpoint" and self._main() and self._first.found and self._loads_what_was_trained(arguments):
+            thrown_away = self._first.thrown_away()
+            if thrown_away is not None:
+                self._put_training(THROWN_AWAY, thrown_away)
+
+    def _loads_what_was_trained(self, arguments: tuple[Any, ...]) -> bool:
+        return not self._trained.isdisjoint(_places(arguments[0]))
+
+    def optimizer_stepped(self, optimizer: Any) -> None:
+        """See whether that was the first training step."""
+        with self._fail_safe():
+            if self._main():
+                self._first.stepped(self._own.now())
+                self._trained |= _places(optimizer)
+                self._usage = Usage(self._recorder.now(), cpu_seconds())
+
+    def module_put_in(self) -> None:
+        """Note it, if it isn't part of a step or an import."""
+        if self._main() and not self._recorder.step_here():
+            with self._fail_safe():
+                if self._imports is None or not self._imports.module_here():
+                    self._imports_end()
+                    self._between.module_put_in(self._own.now())
+
+    def step_begins(self) -> None:
+        """An outermost step of the main thread begins."""
+        with self._fail_safe():
+            self._imports_end()
+            self._between.ends(self._own.now())
+
+    def step_ended(self) -> None:
+        """It has ended."""
+        with self._fail_safe():
+            now = self._own.now()
+            self._between.begins(now)
+            self._first.step_ended(now)
+
+    def named_end(self) -> None:
+        """The step that ends the start-up, by its name, has ended."""
+        with self._fail_safe():
+            if self.until:
+                self._recorder.note(f"the step {self.until!r} ends this start-up (--until)")
+            self._leave()
+            self._say_first_batch()
+
+    def finish(self, found: Trained) -> None:
+        """The first training step is known: write it down, and be gone."""
+        self._put_training(FIRST_STEP, found)
+        if self._usage is not None:
+            self._recorder.usage(self._usage)
+        self._leave()
+        self._say_first_batch()
+
+    @property
+    def until(self) -> str:
+        """The step that ends the start-up, empty where that is found."""
+        return self._asked.until
+
+    @property
+    def name(self) -> str:
+        """The script's name."""
+        return self._asked.name
+
+    @property
+    def root(self) -> str:
+        """Where runs are kept."""
+        return self._root
+
+    def _is_named(self) -> bool:
+        """Whether the step that ends the start-up is known by its name."""
+        return bool(self.until) or self._recorder.in_first_step
+
+    def _main(self) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def _imported(self, module: str) -> None:
+        with self._fail_safe():
+            self._hooks.imported(module)
+
+    def _imports_end(self) -> None:
+        """The program goes on from its imports to something else."""
+        if self._imports_over:
+            return
+        self._imports_over = True
+        time_, cpu = self._imports.last if self._imports is not None else (0.0, 0.0)
+        if not time_:
+            time_, cpu = time.perf_counter(), time.thread_time()
+        self._recorder.imports_ended(time_, cpu)
+        self._between.begins(Moment(time_, cpu))
+
+    def _found_between(self, name: str, start: Moment, end: Moment) -> None:
+        stage = "train_module_creation" if name == "model" else None
+        self._recorder.step_seen(name, start, end, stage)
+
+    def _put_training(self, name: str, found: Trained) -> None:
+        self._imports_end()
+        self._between.ends(found.start)
+        self._recorder.step_seen(name, found.start, found.end, "get_first_batch_data")
+        self._between.begins(found.end)
+
+    def _leave(self) -> None:
+        """Take all hooks out and close the record."""
+        if self._done:
+            return
+        self._done = True
+        if self._hooks.unknown:
+            libraries = ", ".join(f"{name} {version}" for name, version in self._hooks.unknown.items())
+            self._recorder.note(f"{libraries}: not a version that is known, so its steps were not looked for")
+        if self._imports is not None:
+            self._imports.imported = _nobody
+        if current_recorder() is self._recorder:
+            self._recorder.__exit__(None, None, None)
+        self._watching.close()
+        self._hooks.take_out()
+        forget(self._asked)
+
+    def _at_exit(self) -> None:
+        if self._done or os.getpid() != self._pid:
+            return
+        with self._fail_safe():
+            if self._first.found is not None and not self._is_named():
+                self.finish(self._first.found)
+            # Where nothing was seen but imports the script ended before it began, and has said why.
+            elif self._is_rank or (self._imports_over and self._asked.program == self._pid and self._alone()):
+                self._leave()
+                self._say_no_first_batch()
+
+    def _alone(self) -> bool:
+        """Whether the script has trained in its own process, as far as is known: it has started no recorded ranks."""
+        return run_numbers(Path(self._root)) == self._runs_before
+
+    def _say_first_batch(self) -> None:
+        recorder = self._recorder
+        if recorder.rank or recorder.path is None:
+            return
+        from initopt.chain import seconds, sentence
+        from initopt.runs import Run
+
+        run = Run.load(recorder.path)
+        text = sentence(run, 0)
+        if self.until:
+            text = text.replace(run.goal, self.until, 1)
+        _say(f"{text} (own cost {seconds(run.own_cost)})")
+        _say(f"{_short(recorder.path)}   next: initopt blame")
+
+    def _say_no_first_batch(self) -> None:
+        recorder = self._recorder
+        if recorder.rank or recorder.path is None:
+            return
+        wanted_ = f"step {self.until!r}" if self.until else "training step"
+        _say(f"the script ended without a {wanted_}, and so does its record: {_short(recorder.path)}")
+
+    @contextmanager
+    def _fail_safe(self) -> Iterator[None]:
+        """An exception ends the recording, not the job."""
+        try:
+            yield
+        except Exception as error:
+            self._done = True
+            with suppress(Exception):
+                self._recorder.close()
+                self._watching.close()
+            self._hooks.take_out()
+            logging.getLogger("initopt").warning(
+                "recording into %s stopped, the job goes on: %s: %s", self._root, type(error).__name__, error
+            )
+
+
+class _Found(Recorder):
+    """The recorder of a watched process, which learns from its steps where the time between them is."""
+
+    def __init__(self, watched: WatchedRun) -> None:
+        self._watched = watched
+        self.in_first_step = False
+        """Whether a block that is named so is running."""
+        super().__init__(watched.name, mode="stock", root=watched.root)
+
+    def _begin(self, entered: float) -> None:
+        """When the imports end is known later."""
+
+    def imports_ended(self, at: float, cpu: float) -> None:
+        """Write the imports, which ended at this `time.perf_counter` after so many CPU seconds."""
+        self._write(Span("imports", 0.0, at - self._zero, kind="import", cpu=cpu), time.thread_time())
+
+    @contextmanager
+    def span(self, name: str, *, lane: str | None = None, stage: str | None = None) -> Iterator[None]:
+        """Record the block as a step, and the time before it as another one."""
+        watched = self._watched
+        if not watched.here():
+            yield
+            return
+        if name == watched.until:
+            name = FIRST_STEP
+        if name == FIRST_STEP and self.in_first_step:
+            yield
+            return
+        outermost = not self.step_here() and threading.current_thread() is threading.main_thread()
+        if outermost:
+            watched.step_begins()
+        self.in_first_step |= name == FIRST_STEP
+        try:
+            with super().span(name, lane=lane, stage=stage):
+                yield
+        finally:
+            self.in_first_step &= name != FIRST_STEP
+            if outermost:
+                watched.step_ended()
+        if name == FIRST_STEP:
+            watched.named_end()
+
+    def step_seen(self, name: str, start: Moment, end: Moment, stage: str | None) -> None:
+        """Write a step of this thread that is over."""
+        entered = time.thread_time()
+        began, ended = start.time - self._zero, end.time - self._zero
+        cpu = end.cpu - start.cpu
+        self._write(Span(name, began, ended, lane=self._lane(), stage=stage, cpu=cpu, step=self.step_here()), entered)
+
+    def spent(self, seconds: float) -> None:
+        """Count CPU seconds as the recorder's own cost."""
+        with self._lock:
+            self._own_cost += seconds
+
+    def usage(self, usage: Usage) -> None:
+        """Say anew what was used until the first training step had ended."""
+        self._write(usage, time.thread_time())
+
+
+def _places(target: Any) -> set[int]:
+    """Where the memory of tensors is that a module, an optimizer or a state has: a state shares it with parameters.
+
+    Tensors of other classes than torch's own are left out: asking them may do anything.
+    """
+    if hasattr(target, "param_groups"):
+        return {place for group in target.param_groups for tensor in group["params"] for place in _places(tensor)}
+    if hasattr(target, "parameters"):
+        return {place for tensor in target.parameters() for place in _places(tensor)}
+    if isinstance(target, dict):
+        return {place for value in target.values() for place in _places(value)}
+    torch: Any = sys.modules["torch"]
+    if type(target) in (torch.Tensor, torch.nn.Parameter):
+        return {target.data_ptr()} - {0}
+    return set()
+
+
+def _short(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _say(text: str) -> None:
+    print(f"initopt: {text}", file=sys.stderr)
+
+
+def _nobody(module: str) -> None:
+    """Who is told of imports once nothing is watched."""

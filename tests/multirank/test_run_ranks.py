@@ -1,0 +1,143 @@
+"""Trainers that know nothing of initopt, recorded on real ranks: the same losses and ends, and the stages found."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from initopt.chain import finished_ranks, outer_steps
+from initopt.runs import Run
+from tests.multirank.launch import REPOSITORY, JobOutput, launch
+
+TRAINER = ("-m", "tests.multirank.plain_trainer")
+DLRM = (str(REPOSITORY / "benchmarks" / "trainers" / "dlrm_plain.py"), "--no-compile", "--steps", "3", "--rows", "200")
+LIMIT = 80.0
+
+
+def start(root: Path, *words: str, ranks: int = 2, recorded: bool = True) -> JobOutput:
+    command = ["-m", "initopt.run", "--root", str(root), *words] if recorded else list(words)
+    return launch(command, ranks, timeout=LIMIT)
+
+
+def printed(job: JobOutput) -> list[dict[str, object]]:
+    lines = [line for rank in job.ranks for line in rank.stdout.splitlines() if line.startswith("{")]
+    return sorted((json.loads(line) for line in lines), key=lambda line: line["rank"])
+
+
+def steps(run: Run, rank: int) -> list[str]:
+    return [span.name for span in outer_steps(run.of_rank(rank))]
+
+
+def in_order(wanted: Sequence[str], names: Sequence[str]) -> bool:
+    left = iter(names)
+    return all(name in left for name in wanted)
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """Those of the trainer as it is; they are the same on both ranks."""
+    job = start(tmp_path_factory.mktemp("stock"), *TRAINER, "env", recorded=False).check()
+    return [line["losses"] for line in printed(job)]
+
+
+def check(run: Run, lines: list[dict[str, object]], losses: list[object]) -> None:
+    assert [line["losses"] for line in lines] == losses
+    assert [line["hooked"] for line in lines] == [[], []]
+    assert finished_ranks(run) == [0, 1]
+    assert run.warnings == ()
+    for rank in (0, 1):
+        wanted = [
+            "imports",
+            "process_group",
+            "new_group",
+            "model",
+            "first_batch",
+            "loader",
+            "first_batch",
+            "first_step",
+        ]
+        assert in_order(wanted, steps(run, rank)), steps(run, rank)
+        spans = run.of_rank(rank)
+        assert [span.step for span in spans if span.name == "rendezvous"] == ["process_group"]
+        assert {"init_process_group", "new_group", "_sync_module_states"} <= {s.op for s in spans}
+        last = next(span for span in spans if span.name == "first_step")
+        # The validation's batches and loader come before, and nothing is recorded that came later.
+        assert last.start >= max(span.end for span in spans if span.name == "first_batch")
+        assert max(span.end for span in spans if span.kind == "collective") <= last.end
+        assert run.trailers[rank].own_cost < run.usages[rank].cpu
+
+
+def test_an_own_loop_after_a_validation(tmp_path: Path, losses: list[object]) -> None:
+    job = start(tmp_path, *TRAINER, "env", "state-only", "throw-away").check()
+    run = Run.latest(tmp_path)
+    check(run, printed(job), losses)
+    assert [line["environment"] for line in printed(job)] == [["RANK"], ["RANK"]]
+    for rank in (0, 1):
+        # A step without a backward pass made state only, and what one with it had trained was loaded anew.
+        assert in_order(["model", "thrown_away_step", "first_batch", "first_step"], steps(run, rank)), steps(run, rank)
+        assert steps(run, rank).count("first_step") == 1
+    said = job.ranks[0].stderr.splitlines()
+    assert re.fullmatch(
+        r"initopt: first batch after \S+ = \S+ work \+ \S+ wait \+ \S+ queue \(own cost \d+ms\)", said[-2]
+    )
+    assert said[-1] == f"initopt: {run.path}   next: initopt blame"
+    assert "initopt" not in job.ranks[1].stderr
+
+
+def test_ranks_that_are_spawned_without_a_launcher_s_variables(tmp_path: Path, losses: list[object]) -> None:
+    job = start(tmp_path, *TRAINER, "spawn", ranks=1).check()
+    run = Run.latest(tmp_path)
+    check(run, printed(job), losses)
+    assert [path.name for path in tmp_path.iterdir() if path.name.isdigit()] == ["0001"]
+    # The one that has spawned them is no rank, and says nothing.
+    assert len([line for line in job.ranks[0].stderr.splitlines() if line.startswith("initopt: ")]) == 2
+
+
+def test_ranks_of_a_launcher_inside_the_script_and_its_restart(tmp_path: Path, losses: list[object]) -> None:
+    job = start(tmp_path, *TRAINER, "elastic", "restart", ranks=1).check()
+    check(Run.load(tmp_path / "0002"), printed(job), losses)
+    first = Run.load(tmp_path / "0001")
+    assert finished_ranks(first) == []
+    assert in_order(["process_group", "new_group"], steps(first, 0))
+    assert not (tmp_path / "0003").exists()
+
+
+def test_a_start_up_that_fails_has_its_own_traceback_first_and_whole(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        jobs = [
+            pool.submit(start, tmp_path, *TRAINER, "env", "fail", ranks=1, recorded=recorded)
+            for recorded in (False, True)
+        ]
+        stock, recorded = (job.result().ranks[0] for job in jobs)
+    assert stock.returncode == recorded.returncode == 1
+    assert "KeyError: 'a broken row'" in stock.stderr
+    said = "initopt: the script ended without a training step, and so does its record: "
+    theirs, _, ours = recorded.stderr.partition(said)
+    assert _unnumbered(theirs) == _unnumbered(stock.stderr)
+    assert ours == f"{tmp_path / '0001'}\n"
+    run = Run.latest(tmp_path)
+    assert [span.error for span in run.spans if span.name == "first_batch"] == ["", "KeyError"]
+
+
+def _unnumbered(text: str) -> str:
+    return re.sub(r"\d+\.\d+|pid[ =:]*\d+|0x[0-9a-f]+", "N", text)
+
+
+def test_a_pipeline_of_torchrec(tmp_path: Path) -> None:
+    stock = start(tmp_path, *DLRM, recorded=False).check()
+    job = start(tmp_path, *DLRM).check()
+    assert printed(job) == printed(stock)
+    run = Run.latest(tmp_path)
+    assert finished_ranks(run) == [0, 1]
+    for rank in (0, 1):
+        wanted = ["imports", "process_group", "model", "sharding_plan", "dmp", "loader", "first_step"]
+        assert in_order(wanted, steps(run, rank)), steps(run, rank)
+        spans = run.of_rank(rank)
+        assert [span.step for span in spans if span.name == "first_batch"] == ["first_step"]
+        assert {s.step for s in spans if s.op == "all_to_all_single"} <= {"first_step", ""}
+        assert {s.step for s in spans if s.op == "broadcast_object_list"} == {"sharding_plan", "dmp"}

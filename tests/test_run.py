@@ -1,0 +1,317 @@
+"""`python -m initopt.run` without torch: the program is what `python` would make of it, and who is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from initopt.run import FOLDER, VARIABLE, Wanted, forget, interpreter_words
+from initopt.runs import Run
+
+ROOT = Path(__file__).parents[1]
+SHOWS_ALL = """
+import atexit, inspect, json, os, signal, sys, threading
+atexit.register(lambda: print("exit handler", file=sys.stderr))
+print(json.dumps({
+    "argv": [sys.argv, sys.orig_argv, sys.path, list(sys.flags), sys.warnoptions, sys.stdout.write_through],
+    "main": [__name__, __file__, getattr(__spec__, "name", None), sys.modules["__main__"].__dict__ is globals()],
+    "process": [threading.active_count(), len(inspect.stack()), [str(signal.getsignal(n)) for n in (2, 13, 15)]],
+    "environment": {name: os.environ[name] for name in os.environ if name not in ("PYTHONPATH", "INITOPT_RUN")},
+    "finders": [finder.__class__.__name__ for finder in sys.meta_path],
+}))
+"""
+
+
+def python(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), *filter(None, [(env or {}).get("PYTHONPATH")])])
+    environment = {**os.environ, **(env or {}), "PYTHONPATH": paths}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def both(
+    folder: Path, *words: str, options: Sequence[str] = (), env: dict[str, str] | None = None
+) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """The program as Python runs it, and recorded."""
+    return python(folder, *options, *words, env=env), python(folder, *options, "-m", "initopt.run", *words, env=env)
+
+
+def without_ours(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("initopt: "))
+
+
+def script(folder: Path, text: str, name: str = "script.py") -> str:
+    (folder / name).write_text(textwrap.dedent(text))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["python", "-m", "initopt.run"], ["python"]),
+        (["python", "-u", "-X", "dev", "-m", "initopt.run"], ["python", "-u", "-X", "dev"]),
+        (["python", "-um", "initopt.run"], ["python", "-u"]),
+        (["python", "-minitopt.run"], ["python"]),
+        (["python", "-uminitopt.run"], ["python", "-u"]),
+    ],
+)
+def test_the_interpreter_s_own_options_are_kept(words: list[str], kept: list[str]) -> None:
+    assert interpreter_words(words) == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "no script is named"),
+        (["-m"], "no script is named"),
+        (["--until"], "--until needs a value"),
+        (["--until=", "script.py"], "--until needs a value"),
+        (["--root", "", "script.py"], "--root needs a value"),
+        (["--optimise", "script.py"], "there is no option --optimise"),
+        (["-root", "x", "script.py"], "there is no option -root"),
+    ],
+)
+def test_what_makes_no_sense_is_said_with_the_usage(tmp_path: Path, words: list[str], problem: str) -> None:
+    done = python(tmp_path, "-m", "initopt.run", *words)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert "usage: python -m initopt.run" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "after"),
+    [
+        (None, FOLDER, None),
+        ("", FOLDER, ""),
+        ("a:b", f"{FOLDER}:a:b", "a:b"),
+        ("a", f"new:{FOLDER}:a", "new:a"),
+        ("a", "new", "new"),
+        (None, None, None),
+    ],
+)
+def test_the_environment_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, now: str | None, after: str | None
+) -> None:
+    monkeypatch.setenv(VARIABLE, "word")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if now is not None:
+        monkeypatch.setenv("PYTHONPATH", now)
+    for _ in range(2):
+        forget(Wanted(1, "script.py", "", "", before))
+        assert os.environ.get("PYTHONPATH") == after
+        assert VARIABLE not in os.environ
+
+
+def test_help_is_no_error(tmp_path: Path) -> None:
+    done = python(tmp_path, "-m", "initopt.run", "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: python -m initopt.run")
+
+
+@pytest.mark.parametrize("options", [[], ["-u", "-W", "error", "-X", "utf8"]])
+@pytest.mark.parametrize("program", ["script.py", "-m module", "folder"])
+def test_the_program_sees_what_it_would_see(tmp_path: Path, program: str, options: list[str]) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("script.py", "module.py", "folder/__main__.py"):
+        script(tmp_path, SHOWS_ALL, name)
+    stock, recorded = both(tmp_path, *program.split(), "--root", "-m", "x y", options=options)
+    assert stock.returncode == recorded.returncode == 0, recorded.stderr
+    assert json.loads(recorded.stdout) == json.loads(stock.stdout)
+    assert without_ours(recorded.stderr) == stock.stderr == "exit handler\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys; sys.exit(3)",
+        "import sys; sys.exit('words')",
+        "raise ValueError('own')",
+        "def f(:",
+        "import nothing_like_this",
+        "raise KeyboardInterrupt",
+        "import os; os.kill(os.getpid(), 2)",
+        "import os; os.kill(os.getpid(), 15)",
+        "import os; os._exit(4)",
+        "import atexit; atexit.register(int, 'x')",
+        "import threading; threading.Thread(target=lambda: 1 / 0).start()",
+    ],
+)
+def test_it_ends_as_it_would(tmp_path: Path, text: str) -> None:
+    stock, recorded = both(tmp_path, script(tmp_path, text))
+    assert recorded.returncode == stock.returncode
+    assert without_ours(recorded.stderr) == stock.stderr
+    assert recorded.stdout == stock.stdout
+    # The script's own words are the first.
+    assert recorded.stderr.startswith(stock.stderr)
+
+
+def test_a_missing_script_or_module_is_python_s_to_say(tmp_path: Path) -> None:
+    for words in (["missing.py"], ["-m", "missing"]):
+        stock, recorded = both(tmp_path, *words)
+        assert recorded.returncode == stock.returncode != 0
+        assert recorded.stderr == stock.stderr
+    assert not (tmp_path / ".initopt").exists()
+
+
+def test_a_signal_reaches_the_script_itself(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        print("up", flush=True)
+        signal.pause()
+        """,
+    )
+    words = [sys.executable, "-m", "initopt.run", name]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
+    ) as up:
+        assert up.stdout is not None
+        assert up.stdout.readline() == b"up\n"
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(30) == 7
+
+
+def test_a_script_that_never_trains_says_so_and_has_a_record_of_its_steps(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import initopt
+        with initopt.step("features"):
+            pass
+
+        @initopt.step
+        def model():
+            pass
+
+        model()
+        """,
+    )
+    done = python(tmp_path, "-m", "initopt.run", "--root", "kept", name)
+    assert done.returncode == 0
+    assert done.stderr == "initopt: the script ended without a training step, and so does its record: kept/0001\n"
+    run = Run.latest(tmp_path / "kept")
+    assert [span.name for span in run.spans if span.kind == "step"] == ["features", "model"]
+    assert run.headers[0].job == "script.py"
+
+
+def test_until_names_the_step_that_ends_the_record(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import sys
+        import initopt
+
+        with initopt.step("plan"), initopt.step("inner"):
+            pass
+        with initopt.step("ready"):
+            pass
+        with initopt.step("later"):
+            pass
+        print("initopt.record" in sys.modules, initopt.record.current_recorder())
+        """,
+    )
+    done = python(tmp_path, "-m", "initopt.run", "--until", "ready", name)
+    assert done.returncode == 0
+    assert done.stdout == "True None\n"
+    first, second = done.stderr.splitlines()
+    assert first.startswith("initopt: ready after ")
+    assert second == "initopt: .initopt/0001   next: initopt blame"
+    run = Run.latest(tmp_path / ".initopt")
+    assert [span.name for span in run.spans if span.kind == "step"] == ["plan", "inner", "first_step"]
+    assert [note.text for note in run.notes] == ["the step 'ready' ends this start-up (--until)"]
+
+
+def test_a_step_that_is_named_so_ends_the_record(tmp_path: Path) -> None:
+    name = script(tmp_path, "import initopt\nwith initopt.step('first_step'):\n    pass")
+    done = python(tmp_path, "-m", "initopt.run", name)
+    assert done.stderr.startswith("initopt: first batch after ")
+
+
+def test_until_a_step_that_never_comes_says_so(tmp_path: Path) -> None:
+    name = script(tmp_path, "import initopt\nwith initopt.step('model'):\n    pass")
+    done = python(tmp_path, "-m", "initopt.run", "--until", "ready", name)
+    assert "the script ended without a step 'ready', and so does its record" in done.stderr
+
+
+def test_a_folder_that_can_t_be_written_costs_the_record_only(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("a file")
+    name = script(tmp_path, "import initopt\nwith initopt.step('model'):\n    print('went on')")
+    done = python(tmp_path, "-m", "initopt.run", "--root", "kept", name)
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+    assert done.stderr.startswith("initopt: this process is not recorded: NotADirectoryError: ")
+
+
+@pytest.mark.parametrize("own", ["print('mine')", "raise ValueError('mine')", None])
+def test_the_user_s_own_sitecustomize_runs(tmp_path: Path, own: str | None) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    if own is not None:
+        script(folder, own, "sitecustomize.py")
+    name = script(tmp_path, "import sys\nprint(getattr(sys.modules.get('sitecustomize'), '__file__', None))")
+    stock = python(tmp_path, name, env={"PYTHONPATH": str(folder)})
+    done = subprocess.run(
+        [sys.executable, "-m", "initopt.run", name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    # It runs in the interpreter that leaves word as well.
+    said = "mine\n" if own and own.startswith("print") else ""
+    assert done.stdout == said + stock.stdout
+    assert set(done.stderr.splitlines()) == set(stock.stderr.splitlines())
+
+
+def test_an_interpreter_that_does_not_import_torch_has_nothing_of_ours(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import subprocess, sys
+        code = "import sys; print(sorted(name for name in sys.modules if 'initopt' in name), sys.path)"
+        print(subprocess.check_output([sys.executable, "-c", code], text=True))
+        """,
+    )
+    stock, recorded = both(tmp_path, name)
+    assert recorded.stdout == stock.stdout
+    assert "[] [" in recorded.stdout
+
+
+def test_another_installation_is_left_alone(tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys\nprint('initopt.watched_run' in sys.modules)")
+    folder = ROOT / "initopt" / "every_process"
+    done = python(tmp_path, name, env={"PYTHONPATH": str(folder), VARIABLE: "2.7 /elsewhere:1:{}"})
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_word_that_can_t_be_read_is_said_once(tmp_path: Path) -> None:
+    name = script(
+        tmp_path, "import torch_is_not_here" if False else "import importlib.util as u; u.find_spec('torch'); print(1)"
+    )
+    folder = ROOT / "initopt" / "every_process"
+    version = f"{sys.version_info[0]}.{sys.version_info[1]} {sys.prefix}"
+    done = python(tmp_path, name, env={"PYTHONPATH": str(folder), VARIABLE: f"{version}:1:no json"})
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert done.stderr.startswith("initopt: this process is not recorded: JSONDecodeError: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_python_without_its_environment_is_not_recorded_and_says_so(tmp_path: Path) -> None:
+    name = script(tmp_path, "print('ran')")
+    words = [sys.executable, "-E", "-m", "initopt.run", name]
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.orig_argv[:] = {words}; sys.argv[1:] = [{name!r}]"
+    done = python(tmp_path, "-E", "-c", f"{code}; from initopt.run import main; main()")
+    assert done.stdout == "ran\n"
+    assert done.stderr == "initopt: nothing is recorded: python -E or -I leaves out what watches the script\n"
