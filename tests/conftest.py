@@ -14,11 +14,13 @@ settings.load_profile("initopt")
 
 
 @pytest.fixture(autouse=True)
-def _ctrl_c_is_heard() -> Iterator[None]:
-    """A shell that starts pytest in the background lets it ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def _signals_are_heard() -> Iterator[None]:
+    """A shell that starts pytest in the background, or nohup, lets it ignore Ctrl-C and other signals."""
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
