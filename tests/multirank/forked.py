@@ -76,6 +76,10 @@ def _fork(
         os.setsid()
         # pytest's own time limit uses this signal, and so does initopt.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        import torch
+
+        # OpenMP's threads are not in a forked process, which would wait for them.
+        torch.set_num_threads(1)
         out = os.open(folder / f"out{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(out, 1)
         os.dup2(out, 2)
