@@ -377,6 +377,8 @@ def trainer(
     """
     if checkpoint_has_tables and (checkpoint is None or not fill_once):
         raise ValueError("checkpoint_has_tables needs a `checkpoint` and fill_once=True")
+    if strict and not eliminate:
+        raise ValueError("strict is of the rewrites that `eliminate` names: give it, too")
     start = TrainerStartup(name, timeout, labels=tuple(labels), collective_timeout=collective_timeout, compile=compile)
     if later is not None and not isinstance(later, Mapping):
         raise TypeError(f"later is a {type(later).__name__}: give a dict of names and factories")
