@@ -24,10 +24,10 @@ from torch import nn
 from initopt.cores import share_of_rank
 from initopt.replaced import on_this_thread
 from initopt.table_init import philox
-from initopt.table_init.fills import Fill, Worked, make, overlap, span
-from initopt.table_init.mersenne import ahead, claim
+from initopt.table_init.fills import Claimed, Fill, Worked, claimed, make, overlap, span
+from initopt.table_init.mersenne import claim
 from initopt.table_init.pages import untouched
-from initopt.table_init.restored import Unfilled, complete, mark
+from initopt.table_init.restored import complete, mark
 from initopt.table_init.watch import Watch
 
 TESTED = "1.9."
@@ -57,7 +57,7 @@ class Filled:
         self._put_off: list[_PutOff] = []
         self._fills_again = False
         """Whether a module is being made that ends with filling its tables as TorchRec does."""
-        self._unfilled: list[Unfilled] = []
+        self._unfilled: list[Claimed] = []
 
     def complete(self) -> int:
         """Fill what a restore has not overwritten, as TorchRec would have; returns the bytes of it.
@@ -135,34 +135,23 @@ class _OfModuleBeforeRestore(_OfModule):
             self._filled._make(fills)
             return
         mark(fills, self._filled.threads)
-        state, before = claim(sum(fill.draws for fill in fills)), 0
-        for fill in fills:
-            self._filled._unfilled.append(Unfilled(fill, state, before))
-            self._filled.marked += _size(fill.values)
-            before += fill.draws
+        self._filled._unfilled += claimed(fills)
+        self._filled.marked += sum(_size(fill.values) for fill in fills)
 
 
 class _OfKernel(_OfModule):
     """What is done with the fills of a kernel: they are put off, if there are enough of them."""
 
     def settle(self, fills: Sequence[Fill], *, wanted: bool) -> None:
-        total = sum(fill.draws for fill in fills)
-        if wanted or total < _WORTH_A_JUMP:
+        if wanted or sum(fill.draws for fill in fills) < _WORTH_A_JUMP:
             self._filled._make(fills)
             return
-        state, before = claim(total), 0
-        for fill in fills:
-            self._filled._put_off.append(_PutOff(fill.values, functools.partial(_make_from, fill, state, before)))
-            before += fill.draws
+        self._filled._put_off += [_PutOff(one.fill.values, one.make) for one in claimed(fills)]
 
     def skip(self, tensor: torch.Tensor, low: float, high: float) -> bool:
         state = philox.skip(tensor)
         self._filled._put_off.append(_PutOff(tensor, functools.partial(philox.fill_from, tensor, state, low, high)))
         return True
-
-
-def _make_from(fill: Fill, state: torch.Tensor, before: int) -> None:
-    make([fill], ahead(state, before))
 
 
 @contextmanager

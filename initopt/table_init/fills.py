@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from initopt.cores import near_this_thread
-from initopt.table_init.mersenne import UnknownGenerator, ahead
+from initopt.table_init.mersenne import UnknownGenerator, ahead, claim
 
 ALIGNED = 16
 """`normal_` makes so many values at a time, of as many draws; with fewer it goes another way."""
@@ -88,6 +88,29 @@ def make(fills: Sequence[Fill], state: torch.Tensor, threads: int = 1) -> tuple[
         draws += sum(piece.draws for piece in part)
     results = in_threads(_work, list(zip(range(len(cut)), cut, starts, strict=True)), threads)
     return (results[-1][0] if results else state.clone()), [worked for _, worked in results]
+
+
+@dataclass(frozen=True, eq=False)
+class Claimed:
+    """A fill whose numbers are taken, and not made yet: they begin `before` draws after a state of the generator."""
+
+    fill: Fill
+    state: torch.Tensor
+    before: int
+
+    def make(self) -> None:
+        """Make it; the generator stays where it is."""
+        make([self.fill], ahead(self.state, self.before))
+
+
+def claimed(fills: Sequence[Fill]) -> list[Claimed]:
+    """Take the numbers of fills that follow each other from torch's default generator."""
+    state, before = claim(sum(fill.draws for fill in fills)), 0
+    found = []
+    for fill in fills:
+        found.append(Claimed(fill, state, before))
+        before += fill.draws
+    return found
 
 
 def in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:

@@ -7,11 +7,10 @@ random number that it would have had.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from initopt.table_init.fills import Fill, Piece, in_threads, make, parts
+from initopt.table_init.fills import Claimed, Fill, Piece, in_threads, make, parts
 from initopt.table_init.mersenne import ahead
 
 _MARKS = {
@@ -25,15 +24,6 @@ _PER_TASK = 1 << 22
 """Values that are marked or looked at in one go."""
 
 
-@dataclass(frozen=True, eq=False)
-class Unfilled:
-    """A fill that is left to a restore: its numbers begin `before` draws after a state of the generator."""
-
-    fill: Fill
-    state: torch.Tensor
-    before: int
-
-
 def mark(fills: Sequence[Fill], threads: int) -> None:
     """Mark all values."""
 
@@ -44,10 +34,10 @@ def mark(fills: Sequence[Fill], threads: int) -> None:
     in_threads(one, [piece for fill in fills for piece in _pieces(fill)], threads)
 
 
-def complete(unfilled: Sequence[Unfilled], threads: int) -> dict[Unfilled, int]:
+def complete(unfilled: Sequence[Claimed], threads: int) -> dict[Claimed, int]:
     """Fill the values that are still marked; returns how many there were, of each fill with any."""
 
-    def one(what: tuple[Unfilled, Piece]) -> int:
+    def one(what: tuple[Claimed, Piece]) -> int:
         left, piece = what
         kind, value = _MARKS[piece.values.dtype]
         marked = piece.values.view(kind) == value
@@ -60,7 +50,7 @@ def complete(unfilled: Sequence[Unfilled], threads: int) -> dict[Unfilled, int]:
         return count
 
     pieces = [(left, piece) for left in unfilled for piece in _pieces(left.fill)]
-    counts: dict[Unfilled, int] = {}
+    counts: dict[Claimed, int] = {}
     for (left, _), count in zip(pieces, in_threads(one, pieces, threads), strict=True):
         if count:
             counts[left] = counts.get(left, 0) + count

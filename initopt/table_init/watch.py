@@ -15,17 +15,9 @@ from initopt.table_init.fills import ALIGNED, Fill, overlap, splits
 
 _ASKS = frozenset(
     (
-        *("__get__", "dim", "element_size", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel"),
-        *(
-            "_set_grad_enabled",
-            "empty_like",
-            "new_empty",
-            "new_tensor",
-            "requires_grad_",
-            "size",
-            "storage_offset",
-            "stride",
-        ),
+        *("__get__", "_set_grad_enabled", "dim", "element_size", "empty_like", "is_contiguous", "is_floating_point"),
+        *("ndimension", "nelement", "new_empty", "new_tensor", "numel", "requires_grad_", "size", "storage_offset"),
+        "stride",
     )
 )
 """Functions that tell of a tensor, give another name to it, or set a mode; they leave values and generators alone."""

@@ -5,15 +5,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 
-from tests.multirank.forked import fork_ranks
+from tests.multirank import forked
+
+# The ranks fill with threads of their own, so they are forked from a process that nothing else was done in.
+_fresh: list[ProcessPoolExecutor] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_fresh_process() -> Iterator[None]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        _fresh[:] = [pool]
+        yield
+
+
+def fork_ranks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    ranks: list[Any] = _fresh[0].submit(forked.fork_ranks, function, *args, **kwargs).result()
+    return ranks
+
 
 ROWS = (640, 333)
 Watching = Callable[[], AbstractContextManager[Any]]
@@ -357,21 +374,19 @@ def trained(restores: bool, **options: Any) -> tuple[str, list[str]]:
     return trained_state(ready.model, ready.optimizer, losses), notes
 
 
-def test_the_training_is_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INITOPT_ROOT", str(tmp_path / "runs"))
-    monkeypatch.setenv("INITOPT_DATA", str(tmp_path / "criteo"))
-    stock = fork_ranks(trained, False, fill_once=False)
-    once = fork_ranks(trained, False)
+def test_the_training_is_the_same(tmp_path: Any) -> None:
+    env = {"INITOPT_ROOT": str(tmp_path / "runs"), "INITOPT_DATA": str(tmp_path / "criteo")}
+    stock = fork_ranks(trained, False, env=env, fill_once=False)
+    once = fork_ranks(trained, False, env=env)
     assert [state for state, _ in once] == [state for state, _ in stock]
     assert all(any("were not filled twice" in note for note in notes) for _, notes in once)
     assert not any("filled" in note for _, notes in stock for note in notes)
 
 
-def test_the_training_is_the_same_after_a_restore(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INITOPT_ROOT", str(tmp_path / "runs"))
-    monkeypatch.setenv("INITOPT_DATA", str(tmp_path / "criteo"))
-    stock = fork_ranks(trained, True, fill_once=False)
-    mine = fork_ranks(trained, True, checkpoint_has_tables=True)
+def test_the_training_is_the_same_after_a_restore(tmp_path: Any) -> None:
+    env = {"INITOPT_ROOT": str(tmp_path / "runs"), "INITOPT_DATA": str(tmp_path / "criteo")}
+    stock = fork_ranks(trained, True, env=env, fill_once=False)
+    mine = fork_ranks(trained, True, env=env, checkpoint_has_tables=True)
     assert [state for state, _ in mine] == [state for state, _ in stock]
     for _, notes in mine:
         assert any("were left to the checkpoint" in note for note in notes)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from initopt.table_init import restored
-from initopt.table_init.fills import Fill, make
-from initopt.table_init.restored import Unfilled, complete, mark
+from initopt.table_init.fills import Claimed, Fill, make
+from initopt.table_init.restored import complete, mark
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 STATE = torch.Generator().manual_seed(2).get_state()
@@ -19,13 +19,13 @@ def filled(dtype: torch.dtype) -> list[torch.Tensor]:
     return tables
 
 
-def left(dtype: torch.dtype) -> list[Unfilled]:
+def left(dtype: torch.dtype) -> list[Claimed]:
     fills = [
         Fill(torch.zeros(1_003, dtype=dtype), "normal_", (0.0, 1.0)),
         Fill(torch.zeros(640, dtype=dtype), "uniform_", (-1.0, 1.0)),
     ]
     mark(fills, 2)
-    return [Unfilled(fills[0], STATE, 0), Unfilled(fills[1], STATE, fills[0].draws)]
+    return [Claimed(fills[0], STATE, 0), Claimed(fills[1], STATE, fills[0].draws)]
 
 
 @pytest.fixture(autouse=True)
