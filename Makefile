@@ -13,8 +13,9 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
+# Two at a time: a test starts up to four ranks, and is mostly waiting for them. Each file's tests share what it started.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --benchmark-disable
 
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --timeout=1800

@@ -13,6 +13,11 @@ settings.register_profile("initopt", deadline=None)
 settings.load_profile("initopt")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that fork ranks come first: once this process has compiled it has threads, and a fork waits for them."""
+    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "fork_ranks"))
+
+
 @pytest.fixture(autouse=True)
 def _signals_are_heard() -> Iterator[None]:
     """A shell that starts pytest in the background, or nohup, lets it ignore Ctrl-C and other signals."""

@@ -19,6 +19,9 @@ def main() -> None:
     if disk not in ("own", "shared"):
         sys.exit(f"disk.py: the disk is 'own' or 'shared', not {disk!r}")
     place = Path(folder).resolve() / (os.environ["RANK"] if disk == "own" else ".")
+    # Loader workers make sockets in there; where one can't be made a batch is lost without an error.
+    if len(str(place / "pymp-abcdefgh" / "listener-abcdefgh")) > 107:
+        sys.exit(f"disk.py: {place} is too long a name for a folder with sockets in it: take a shorter one")
     place.mkdir(parents=True, exist_ok=True)
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(place), "TMPDIR": str(place)}
     script = Path(__file__).resolve().parent / trainer
