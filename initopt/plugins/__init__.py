@@ -110,7 +110,10 @@ class Phases:
         if error is None:
             block.__exit__(None, None, None)
         else:
-            block.__exit__(type(error), error, error.__traceback__)
+            trace = error.__traceback__
+            block.__exit__(type(error), error, trace)
+            # Python 3.10 leaves the frames of the block in it.
+            error.__traceback__ = trace
 
 
 def register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:

@@ -4,7 +4,7 @@
 
 It only says names. They go to `python -m initopt.run`, or to the script's own `initopt.Recorder`; without one it does
 nothing. It serves both names of the library, `lightning.pytorch` and `pytorch_lightning`, whose classes are different
-ones: it becomes a callback of the one that the process has imported. Tested with 2.6.6.
+ones: it becomes a callback of the one that the process has imported. Tested with 2.5.6, 2.6.0 and 2.6.6.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import initopt
 from initopt.plugins import Phases
 
-VERSIONS = ("2.6.",)
+VERSIONS = ("2.5.", "2.6.")
 
 
 class StartUp:
