@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,18 +18,28 @@ from typing import Any, Literal, Protocol
 from initopt.hooks import HIDDEN, drop_frame, namespaces
 
 Event = Literal[
-    "backward", "batch", "checkpoint", "dmp", "group", "loader", "new_group", "plan", "progress", "rendezvous"
+    "backward", "batch", "checkpoint", "dmp", "group", "loader", "named", "new_group", "plan", "progress", "rendezvous"
 ]
+
+NAMED_CALLS = "initopt.calls"
+"""The group of (packaging's) entry points under which plugins name the calls of libraries: see `plugins.NamedCall`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
-    """A function of the module `module`: `name` is its own, or its class's with a dot; `*` stands for every class."""
+    """A function of the module `module`: `name` is its own, or its class's with a dot; `*` stands for every class.
+
+    `version_of` is the module that has the library's version, where that is not the one of `_VERSION_OF`. A `step` is
+    what a plugin calls it, of the stage `stage`; its event is `named`.
+    """
 
     module: str
     name: str
     event: Event
     versions: tuple[str, ...]
+    version_of: str = ""
+    step: str = ""
+    stage: str = ""
 
 
 _TORCH = ("2.13.",)
@@ -74,6 +84,9 @@ class Watcher(Protocol):
     def around(self, event: Event, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """What is entered before the call and left after it. May only raise what the call raises."""
 
+    def named(self, step: str, stage: str) -> AbstractContextManager[None]:
+        """The same for a call that a plugin has named."""
+
     def becomes_rank(self) -> bool:
         """The default group is about to be made. Whether its function is to be looked up anew."""
 
@@ -94,18 +107,22 @@ class Hooks:
             self._rows.setdefault(row.module, []).append(row)
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._handles: list[Any] = []
+        self._calls: dict[str, Any] = {}
         self.on = True
         self.unknown: dict[str, str] = {}
         """The libraries whose version no row knows, each with that version."""
 
     def imported(self, name: str) -> None:
         """Hook what belongs to this module, which was just imported."""
+        library = name.partition(".")[0]
+        if library in self._calls:
+            self._take_calls(self._calls.pop(library).load())
         rows = self._rows.pop(name, ())
         module = sys.modules.get(name)
         if not self.on or module is None:
             return
         for row in rows:
-            if self._knows(row.module, row.versions):
+            if self._knows(row.module, row.versions, row.version_of):
                 self._put(module, row)
         # torch has its own hooks for these. Nothing of it may be imported before it is there as a whole.
         if name == "torch" and self._knows(name, _TORCH):
@@ -114,6 +131,16 @@ class Hooks:
                 # torch.optim takes the name of this module away.
                 sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(self._stepped(module)),
             ]
+        if name == "torch":
+            # It has imported this, and just looked through all packages for entry points of its own.
+            from importlib.metadata import entry_points
+
+            self._calls = {point.name: point for point in entry_points(group=NAMED_CALLS)}
+
+    def _take_calls(self, calls: Iterable[Any]) -> None:
+        for call in calls:
+            row = EntryPoint(call.module, call.function, "named", call.versions, call.version_of, call.step, call.stage)
+            self._rows.setdefault(row.module, []).append(row)
 
     def take_out(self) -> None:
         """Leave every module and class as it was. Who has replaced a function of ours since keeps his."""
@@ -132,12 +159,13 @@ class Hooks:
                 if id(space[name]) in functions:
                     space[name] = functions[id(space[name])]
 
-    def _knows(self, module: str, versions: tuple[str, ...]) -> bool:
+    def _knows(self, module: str, versions: tuple[str, ...], version_of: str = "") -> bool:
         library = module.partition(".")[0]
-        if library == "torchrec":
+        version_of = version_of or _VERSION_OF[library]
+        if library != "torch":
             with suppress(ImportError):
-                __import__(_VERSION_OF[library])
-        version = str(getattr(sys.modules.get(_VERSION_OF[library]), "__version__", "?"))
+                __import__(version_of)
+        version = str(getattr(sys.modules.get(version_of), "__version__", "?"))
         if version.startswith(versions):
             return True
         self.unknown[library] = version
@@ -169,7 +197,8 @@ class Hooks:
             if not self.on or not watcher.here():
                 return function(*args, **kwargs)
             try:
-                with watcher.around(event, (*args, *kwargs.values())):
+                named = watcher.named(row.step, row.stage) if row.step else None
+                with named or watcher.around(event, (*args, *kwargs.values())):
                     return function(*args, **kwargs)
             except BaseException as raised:
                 drop_frame(raised)

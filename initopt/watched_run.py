@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +165,22 @@ class WatchedRun:
 
     @contextmanager
     def _batch(self, iterator: Any) -> Iterator[None]:
-        if iterator in self._asked_for_a_batch:
+        name, stage = _FIRST_BATCH
+        known = iterator in self._asked_for_a_batch or self._recorder.step_here() == name
+        self._asked_for_a_batch.add(iterator)
+        if known:
             yield
         else:
-            self._asked_for_a_batch.add(iterator)
-            name, stage = _FIRST_BATCH
             with self._recorder.span(name, stage=stage):
                 yield
         if self._main():
             self._first.batch_came(self._own.now())
+
+    def named(self, step: str, stage: str) -> AbstractContextManager[None]:
+        """Record a call that a plugin has named."""
+        if self._done or self._recorder.step_here() == step:
+            return nullcontext()
+        return self._recorder.span(step, stage=stage)
 
     def _after(self, event: Event, arguments: tuple[Any, ...]) -> None:
         """Look at what a step has left."""

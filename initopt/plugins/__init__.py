@@ -1,7 +1,7 @@
 """Plugins: the hooks they can implement, and how they are found (entry points of the group `initopt.plugins`).
 
 A plugin is a module or object whose functions are marked with `hookimpl`. It may take fewer arguments than the hook
-has.
+has. For what a library calls of its user's there is `Phases`, for what a library's program calls itself `NamedCall`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import warnings
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
+
+from initopt.record import FIRST_STEP, step
 
 if TYPE_CHECKING:
     from initopt.overlap import Startup
@@ -48,6 +52,68 @@ class Hooks:
     @hookspec
     def initopt_run_ended(self, path: Path) -> None:
         """See the folder of a run whose record is closed, on each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCall:
+    """A function of a library, each call of which is a step in what `initopt.run` records.
+
+    `function` stands in `module`: its own name, or its class's with a dot. `version_of` is the module whose
+    `__version__` must begin with one of `versions`, else all calls of the library are left alone.
+
+    An entry point of the group `initopt.calls`, named like the library's package, leads to a tuple of these. It is
+    loaded once that package is imported after torch.
+    """
+
+    module: str
+    function: str
+    step: str
+    stage: str
+    version_of: str
+    versions: tuple[str, ...]
+
+
+class Phases:
+    """Steps one after the other, for a library that calls where one ends and the next begins.
+
+    Of `library` the versions that begin with one of `versions` are known. With another `version` no step is named, and
+    a warning says so.
+    """
+
+    def __init__(self, library: str, version: str, versions: tuple[str, ...]) -> None:
+        self.over = not version.startswith(versions)
+        """Whether no more steps are named: the start-up has ended."""
+        self.name = ""
+        """The step that is under way, empty between two."""
+        self._block: AbstractContextManager[None] | None = None
+        if self.over:
+            warnings.warn(
+                f"initopt: {library} {version} is not known, so the callback names no steps of its start-up: use "
+                f"{' or '.join(known + 'x' if known.endswith('.') else known for known in versions)}, or leave the "
+                "callback out",
+                stacklevel=3,
+            )
+
+    def begin(self, name: str, stage: str) -> None:
+        """End the step that is under way, and begin this one."""
+        self.end()
+        if not self.over:
+            self._block, self.name = step(name, stage), name
+            self._block.__enter__()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the step that is under way, with the error that ended it. The step `first_step` ends the start-up."""
+        block, self._block = self._block, None
+        if block is None:
+            return
+        self.over, self.name = self.name == FIRST_STEP and error is None, ""
+        if error is None:
+            block.__exit__(None, None, None)
+        else:
+            trace = error.__traceback__
+            block.__exit__(type(error), error, trace)
+            # Python 3.10 leaves the frames of the block in it.
+            error.__traceback__ = trace
 
 
 def register(manager: pluggy.PluginManager, plugin: object, name: str) -> None:
