@@ -228,7 +228,8 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     chain = [{**asdict(link), "compiling": spent} for link, spent in zip(links, compiling, strict=True)]
     data = {**about(run), "chain": chain}
     total = run.first_batch(links[0].rank)
-    shown = [link for link in links if link.step != UNNAMED or link.took > 0.01 * total]
+    pairs = zip(links, compiling, strict=True)
+    shown = [(link, spent) for link, spent in pairs if link.step != UNNAMED or link.took > 0.01 * total]
     deep = 2 if 2 * len(shown) <= width // 2 else (1 if len(shown) <= width // 2 else 0)
 
     lines = _head(run, width)
@@ -236,7 +237,7 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     lines.append(Text())
     several = len(run.headers) > 1
     before: Link | None = None
-    for depth, link in enumerate(shown):
+    for depth, (link, spent) in enumerate(shown):
         indent = " " * (deep * (depth - 1)) if depth else ""
         line = Text.assemble((indent + ("└─" if depth else ""), QUIET))
         line.append(link.step, style=LONGEST if link.step != UNNAMED else QUIET)
@@ -246,7 +247,6 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
         note = f"{seconds(link.wait)} waiting for rank {link.waited_for}" if link.waited_for is not None else ""
         if note and run.headers[link.waited_for or 0].host != run.headers[link.rank].host:
             note += f" (host {run.headers[link.waited_for or 0].host})"
-        spent = compiling[links.index(link)]
         if spent > SKEW:
             note = ", ".join([f"{seconds(spent)} compiling", *([note] if note else [])])
         under = " " * (deep * depth)

@@ -46,7 +46,7 @@ def many_steps(root: Path, count: int) -> Run:
     steps, spans = [], []
     for number, name in enumerate(names):
         lane, start = lanes[number % 4], number // 4 / 100
-        steps.append(Step(name, lane=lane, needs=tuple(names[max(0, number - 4) : number - 3])))
+        steps.append(Step(name, lane=lane, needs=(names[number - 4],) if number > 3 else ()))
         spans.append(Span(name, start, start + 0.009, lane=lane))
     graph = Graph([*steps, Step("first_step", needs=(names[-1],))])
     spans.append(Span("first_step", spans[-1].end, spans[-1].end + 0.5))

@@ -129,6 +129,10 @@ class Resimulation:
                     self._events[after].after.append(before)
         by_name = {span.name: end for span, _, end in self._steps[rank]}
         steps = sorted(self._steps[rank], key=lambda step: step[0].end)
+        calls: dict[str, list[Span]] = {}
+        for call in self._run.of_rank(rank):
+            if call.kind == "collective":
+                calls.setdefault(call.step, []).append(call)
         for span, start, end in self._steps[rank]:
             known = graph is not None and span.name in graph
             needed = [edge.before for edge in graph.predecessors(span.name)] if known and graph is not None else []
@@ -138,8 +142,8 @@ class Resimulation:
                 ended = [other for s, _, other in steps if s.end <= span.start + _CLOSE and other != end]
                 places = ended[-1:]
             self._needs(start, places)
-            calls = (c for c in self._run.of_rank(rank) if c.kind == "collective" and c.step == span.name)
-            elsewhere = [c for c in calls if c.lane != span.lane and span.start <= c.start and c.end <= span.end]
+            inside = (c for c in calls.get(span.name, ()) if span.start <= c.start and c.end <= span.end)
+            elsewhere = [c for c in inside if c.lane != span.lane]
             self._needs(end, [departures[call_of(call)] for call in elsewhere])
             for call in elsewhere:
                 line = self._lanes[rank, call.lane]
