@@ -53,8 +53,10 @@ $(READY): requirements-cpu.txt pyproject.toml Makefile
 # A Chromium for the tests of the HTML report, from npm: it comes whole in the package and needs no root. It stays only
 # if it starts here.
 .venv/browser/chromium: Makefile
+	rm -f $@
 	npm install --prefix .venv/browser --no-audit --no-fund --loglevel=error $(CHROMIUM)
 	cd .venv/browser && TMPDIR="$$PWD" node --input-type=module \
 		--eval 'import chromium from "@sparticuz/chromium"; await chromium.executablePath()'
+	rm -r .venv/browser/node_modules
 	$@ --version
 	touch $@

@@ -19,7 +19,7 @@ from initopt import cli, picture, report
 from initopt.collectives_view import collectives_view
 from initopt.graph import Graph, Step
 from initopt.html_report import document as documents
-from initopt.html_report.document import document
+from initopt.html_report.document import DRAWN_STEPS, document
 from initopt.html_report.page import page
 from initopt.record import Begun, Span
 from initopt.runs import Run
@@ -39,18 +39,17 @@ def stopping_spans() -> list[list[Span]]:
     return spans
 
 
-def many_steps(root: Path, count: int) -> Run:
-    """One rank with so many short steps on four lanes, and a graph of them."""
+def many_steps(count: int) -> tuple[list[Span], Graph]:
+    """So many short steps on four lanes, each after the one before on its lane, and the first training step."""
     lanes = ("main", "comms", "io:a", "io:b")
-    names = [f"step {number}" for number in range(count - 1)]
+    names = [f"step {number}" for number in range(count)]
     steps, spans = [], []
     for number, name in enumerate(names):
         lane, start = lanes[number % 4], number // 4 / 100
         steps.append(Step(name, lane=lane, needs=(names[number - 4],) if number > 3 else ()))
         spans.append(Span(name, start, start + 0.009, lane=lane))
-    graph = Graph([*steps, Step("first_step", needs=(names[-1],))])
     spans.append(Span("first_step", spans[-1].end, spans[-1].end + 0.5))
-    return Run.load(write_run(root, [spans], graph=graph))
+    return spans, Graph([*steps, Step("first_step", needs=(names[-1],))])
 
 
 def embedded(file: bytes) -> Any:
@@ -376,3 +375,37 @@ def test_a_start_up_that_stopped_says_where(tmp_path: Path, shown: Open) -> None
 def test_a_record_of_nothing_is_a_page_too(tmp_path: Path, shown: Open) -> None:
     tab = shown(Run.load(write_run(tmp_path, [[]], graph=None)))
     assert "No step was recorded on this rank." in tab.locator("#chart").inner_text()
+
+
+def test_ten_thousand_steps_open(tmp_path: Path, shown: Open) -> None:
+    spans, _ = many_steps(10_000)
+    tab = shown(Run.load(write_run(tmp_path, [spans], graph=None)))
+    assert "thinner than a pixel: zoom in" in shown_from_to(tab)
+    # What is drawn is bounded by the width of the chart, not by the number of steps.
+    assert tab.locator("#chart .bar").count() < 10_000
+    assert tab.locator("#blame tbody tr").count() == 20
+    tab.locator("#blame .more button").click()
+    assert tab.locator("#blame tbody tr").count() == 520
+    tab.locator("#blame input").fill("step 9999")
+    assert tab.locator("#blame tbody tr").count() == 1
+    tab.locator("#blame button.step").click()
+    assert "step 9999" in tab.locator("#asked").inner_text()
+
+
+def test_a_large_graph_is_shown_around_a_step(tmp_path: Path, shown: Open) -> None:
+    spans, graph = many_steps(DRAWN_STEPS)
+    tab = shown(Run.load(write_run(tmp_path, [spans], graph=graph)))
+    assert "201 steps are too many to draw" in tab.locator("#graph p").inner_text()
+    nodes = tab.locator(".graph .node")
+    assert [node.get_attribute("data-step") for node in nodes.all()] == ["first_step", "step 199"]
+    nodes.nth(1).click()
+    assert {node.get_attribute("data-step") for node in nodes.all()} == {"step 195", "step 199", "first_step"}
+
+
+def test_128_ranks_open(tmp_path: Path, shown: Open) -> None:
+    base = overlapped_spans()
+    tab = shown(Run.load(write_run(tmp_path, [base[rank % 3] for rank in range(128)])))
+    assert tab.locator("#lanes select option").count() == 128
+    assert tab.locator("#ranks tbody tr").count() == 20
+    tab.locator("#ranks .more button").click()
+    assert tab.locator("#ranks tbody tr").count() == 128

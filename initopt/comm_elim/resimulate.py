@@ -9,6 +9,7 @@ It does not know how steps on other lanes share the cores.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -139,8 +140,8 @@ class Resimulation:
             places = [by_name[name] for name in needed if name in by_name]
             if not places:
                 # Nothing says what it needed: the last that had ended, such as the imports.
-                ended = [other for s, _, other in steps if s.end <= span.start + _CLOSE and other != end]
-                places = ended[-1:]
+                ended = steps[: bisect_right(steps, span.start + _CLOSE, key=lambda step: step[0].end)][-2:]
+                places = [other for _, _, other in ended if other != end][-1:]
             self._needs(start, places)
             inside = (c for c in calls.get(span.name, ()) if span.start <= c.start and c.end <= span.end)
             elsewhere = [c for c in inside if c.lane != span.lane]

@@ -15,6 +15,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+_SCRIPTS = ("elements", "lanes", "graph", "tables", "page")
+"""In this order: the last one draws."""
+
 
 def named_html(path: Path) -> Path:
     """The path, if a browser would take the file for a page. Raises ValueError otherwise."""
@@ -26,7 +29,9 @@ def named_html(path: Path) -> Path:
 def page(document: Mapping[str, Any]) -> bytes:
     """The file: always the same bytes for the same document."""
     files = resources.files(__package__)
-    style, script = ((files / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style = (files / "page.css").read_text(encoding="utf-8")
+    parts_of_it = "".join((files / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
+    script = f'"use strict";\n(() => {{\n{parts_of_it}}})();\n'
     told = document["sentence"] or f"No rank reached its {document['goal']}."
     parts = {
         "policy": f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(script)}; "
