@@ -375,6 +375,9 @@ def test_a_start_up_that_stopped_says_where(tmp_path: Path, shown: Open) -> None
 def test_a_record_of_nothing_is_a_page_too(tmp_path: Path, shown: Open) -> None:
     tab = shown(Run.load(write_run(tmp_path, [[]], graph=None)))
     assert "No step was recorded on this rank." in tab.locator("#chart").inner_text()
+    tab.locator("#chart").focus()
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("+")
 
 
 def test_ten_thousand_steps_open(tmp_path: Path, shown: Open) -> None:

@@ -101,6 +101,10 @@ function drag(chart) {
     box.setAttribute("x", Math.min(from, event.clientX) - edge);
     box.setAttribute("width", Math.abs(event.clientX - from));
   });
+  addEventListener("pointercancel", () => {
+    if (box) box.remove();
+    from = box = null;
+  });
   addEventListener("pointerup", (event) => {
     const began = from, drawn = box;
     from = box = null;
@@ -182,17 +186,24 @@ function drawLanes(chart, said) {
   said.textContent = thin ? `${part}; ${thin.toLocaleString("en")} more thinner than a pixel: zoom in` : part;
 }
 
+function onLane(panel, lane) {
+  return panel.bars.map((bar, place) => [bar, place]).filter(([bar]) => bar.lane === lane)
+    .sort((a, b) => a[0].start - b[0].start || b[0].end - a[0].end);
+}
+
 function drawLane(group, panel, number, lane, top, x) {
   const at = top + UP;
-  let edge = -Infinity, thin = 0, bars = 0, taken = -Infinity, outer = -Infinity;
-  const mine = panel.bars.map((bar, place) => [bar,
-    place]).filter(([bar]) => bar.lane === lane && bar.end >= state.from &&
-    bar.start <= state.to).sort((a, b) => a[0].start - b[0].start || b[0].end - a[0].end);
-  for (const [bar, place] of mine) {
+  let edge = -Infinity, edgeLongest = false, thin = 0, bars = 0, taken = -Infinity, outer = -Infinity;
+  for (const [bar, place] of onLane(panel, lane)) {
+    if (bar.end < state.from || bar.start > state.to) continue;
     const left = Math.max(x(bar.start), -50), right = Math.min(x(bar.end), x(state.to) + 50);
     const picked = state.step === bar.name;
-    if (right - left < 1 && right - edge < 1 && !picked) { thin += 1; continue; }
+    if (right - left < 1 && right - edge < 1 && !picked && (edgeLongest || !bar.longest)) {
+      thin += 1;
+      continue;
+    }
     edge = Math.max(edge, right);
+    edgeLongest = Boolean(bar.longest);
     bars += 1;
     // What ran inside of another bar is half as high, so that both are seen.
     const nested = bar.start < outer - 1e-6;
@@ -201,9 +212,8 @@ function drawLane(group, panel, number, lane, top, x) {
     const stick = bar.longest && right - left < 4 ? 3 : 0;
     const y = nested ? at + BAR / 2 : at - stick, tall = nested ? BAR / 2 : BAR + 2 * stick;
     const wideBar = Math.max(1, right - left);
-    const name = ["bar", bar.longest ? "longest" : "", stick ? "thin" : "",
-      picked ? "picked" : ""].filter(Boolean).join(" ");
-    const one = s("g", { class: name, "data-step": bar.name, onclick: () => {
+    const looks = [bar.longest ? " longest" : "", stick ? " thin" : "", picked ? " picked" : ""].join("");
+    const one = s("g", { class: `bar${looks}`, "data-step": bar.name, onclick: () => {
       if (!group.closest("#chart").dataset.dragged) pick(bar.name, number, place);
     } }, s("title", {}, bar.about || bar.name),
     s("rect", { class: "fill", x: left, y, width: wideBar, height: tall, rx: wideBar > 8 ? 2 : 0 }));
@@ -221,16 +231,20 @@ function drawLane(group, panel, number, lane, top, x) {
       }
     }
     const seen = [Math.max(left, plot.left), Math.min(right, plot.left + plot.inner)];
-    const room = solid(bar, x, seen);
-    if (room[1] - room[0] > wide(bar.name, bar.longest) + 8 && !bar.imports && !nested) {
-      one.append(s("text", { x: (room[0] + room[1]) / 2, y: at + 13, "text-anchor": "middle",
+    const room = solid(bar, x, seen), long = wide(bar.name, bar.longest);
+    if (room[1] - room[0] > long + 8 && !bar.imports && !nested) {
+      const middle = (room[0] + room[1]) / 2;
+      // Among dots a name can't be read.
+      const behind = { class: "behind", x: middle - long / 2 - 3, y: at + 2, width: long + 6, height: BAR - 4 };
+      if (bar.compiles) one.append(s("rect", behind));
+      one.append(s("text", { x: middle, y: at + 13, "text-anchor": "middle",
         class: bar.longest ? "within strong" : "within" }, bar.name));
     } else if (seen[0] > taken + 6 && seen[1] >= plot.left) {
       // What is not named here has its name in the tooltip, in the details and in the table.
-      const start = Math.min(seen[0], plot.left + plot.inner - wide(bar.name, bar.longest));
+      const start = Math.min(seen[0], plot.left + plot.inner - long);
       if (start > taken + 6 && start >= plot.left) {
         one.append(s("text", { x: start, y: at - 4, class: bar.longest ? "strong" : null }, bar.name));
-        taken = start + wide(bar.name, bar.longest);
+        taken = start + long;
       }
     }
     group.append(one);
@@ -267,15 +281,14 @@ function keys(event) {
 function go(way) {
   const { panels } = lanesOf();
   const here = panels[state.panel].bars[state.bar];
-  const sorted = (number, lane) => panels[number].bars.map((bar, place) => [bar, place])
-    .filter(([bar]) => bar.lane === lane).sort((a, b) => a[0].start - b[0].start || b[0].end - a[0].end);
   if (!here) {
     const first = panels.findIndex((panel) => panel.bars.length);
-    const [bar, place] = sorted(first, panels[first].lanes[0])[0];
+    if (first < 0) return;
+    const [bar, place] = onLane(panels[first], panels[first].lanes[0])[0];
     return pick(bar.name, first, place, true);
   }
   if (way === 1 || way === -1) {
-    const row = sorted(state.panel, here.lane);
+    const row = onLane(panels[state.panel], here.lane);
     const next = row[row.findIndex(([, place]) => place === state.bar) + way];
     return next && pick(next[0].name, state.panel, next[1], true);
   }
@@ -283,7 +296,7 @@ function go(way) {
   const now = all.findIndex(([number, lane]) => number === state.panel && lane === here.lane);
   const other = all[now + (way === "down" ? 1 : -1)];
   if (!other) return;
-  const near = sorted(...other).reduce((best, one) =>
+  const near = onLane(panels[other[0]], other[1]).reduce((best, one) =>
     Math.abs(one[0].start - here.start) < Math.abs(best[0].start - here.start) ? one : best);
   pick(near[0].name, other[0], near[1], true);
 }
