@@ -355,13 +355,19 @@ def test_another_rank_is_shown(wasting: Run, shown: Open) -> None:
 
 def test_names_of_a_run_are_text_and_nothing_else(tmp_path: Path, shown: Open) -> None:
     spans = [Span(HOSTILE, 0, 1, call_site=HOSTILE), Span("first_step", 1, 2)]
-    tab = shown(Run.load(write_run(tmp_path, [[*spans]], graph=None, labels=(HOSTILE,))))
+    graph = Graph([Step(HOSTILE), Step("constructor", needs=(HOSTILE,)), Step("first_step", needs=("constructor",))])
+    tab = shown(Run.load(write_run(tmp_path, [spans, spans], graph=graph, labels=(HOSTILE,))))
     assert tab.evaluate("window.hacked") is None
     assert tab.locator("img").count() == 0
     button = tab.locator("#blame button.step").first
     assert HOSTILE in button.evaluate("node => node.textContent")
     button.click()
-    assert tab.locator("#asked h2").evaluate("node => node.textContent") == HOSTILE
+    title = tab.locator("#asked h2")
+    assert title.evaluate("node => node.textContent") == HOSTILE
+    # Names that every object of JavaScript has are steps like others: this one did not run.
+    tab.locator('.graph .node[data-step="constructor"]').click()
+    assert title.inner_text() == "constructor"
+    assert "not on rank 0" in tab.locator("#asked").inner_text()
 
 
 def test_a_start_up_that_stopped_says_where(tmp_path: Path, shown: Open) -> None:

@@ -111,15 +111,15 @@ function details() {
     facts.push([panel.name, [`${estimate}${seconds(bar.end - bar.start)}, from ${estimate}${seconds(bar.start)} to ` +
       `${estimate}${seconds(bar.end)} on ${bar.lane}`, ...plain].join(" · ")]);
   }));
+  if (!recorded().bars.some((bar) => bar.name === name)) facts.unshift(["recorded", `not on rank ${state.rank}`]);
   const row = steps.find((one) => one.step === name);
   if (row && row.slack !== undefined) facts.push(["slack",
     `${seconds(row.slack)}: it may grow by this much before the ` +
     "graph's longest chain grows"]);
   if (row && row.note) facts.push(["note", row.note]);
-  const range = DATA.typical[name];
+  const range = Object.hasOwn(DATA.typical, name) ? DATA.typical[name] : null;
   if (range && DATA.ranks.length > 1) facts.push(["work on all ranks", `${seconds(range.least)} at least, ` +
     `${seconds(range.median)} median, ${seconds(range.most)} on rank ${range.slowest}`]);
-  if (!facts.length) facts.push(["recorded", `not on rank ${state.rank}`]);
   const step = DATA.graph && DATA.graph.steps.find((one) => one.name === name);
   if (step) {
     if (step.stage) facts.push(["stage", step.stage]);
