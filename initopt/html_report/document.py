@@ -106,7 +106,7 @@ def _ranks(run: Run, spent: Mapping[int, Mapping[str, float]], typical: Mapping[
         steps = {**dict.fromkeys(typical, 0.0), **spent[rank]}
         apart = [(name, value - typical[name]["median"]) for name, value in steps.items() if name in typical]
         apart = sorted((one for one in apart if abs(one[1]) > SKEW), key=lambda one: -abs(one[1]))
-        row: Json = {"rank": rank, "host": run.headers[rank].host, "steps": len(steps_of(run, rank))}
+        row: Json = {"rank": rank, "host": run.headers[rank].host}
         row |= {"differs": apart[:_DIFFERENCES], "odd": _odd(run, rank, usual)}
         if rank in done:
             row |= {**asdict(split(run, rank)), "first_batch": run.first_batch(rank)}
