@@ -6,6 +6,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+CHROMIUM := @sparticuz/chromium@153.0.0
 
 .DELETE_ON_ERROR:
 .PHONY: demo test bench lint clean
@@ -47,4 +48,16 @@ $(READY): requirements-cpu.txt pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --requirement requirements-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.9.2
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(MAKE) --no-print-directory .venv/browser/chromium || echo 'no Chromium: tests of the HTML report are skipped' >&2
+	touch $@
+
+# A Chromium for the tests of the HTML report, from npm: it comes whole in the package and needs no root. It stays only
+# if it starts here.
+.venv/browser/chromium: Makefile
+	rm -f $@
+	npm install --prefix .venv/browser --no-audit --no-fund --loglevel=error $(CHROMIUM)
+	cd .venv/browser && TMPDIR="$$PWD" node --input-type=module \
+		--eval 'import chromium from "@sparticuz/chromium"; await chromium.executablePath()'
+	rm -r .venv/browser/node_modules
+	$@ --version
 	touch $@

@@ -27,6 +27,8 @@ from initopt import cache_view, collectives_view, picture, plan_view, report, tr
 from initopt.compile_cache.store import ArtifactStore, StoreError, default_place
 from initopt.ett import LOST_WORK, Job
 from initopt.graph import Graph, GraphError
+from initopt.html_report.document import document
+from initopt.html_report.page import named_html, page
 from initopt.launch import agent as launching
 from initopt.launch.warm_workers import LaunchError
 from initopt.record import run_numbers, run_root
@@ -210,6 +212,30 @@ def plot(
         )
     else:
         sys.stdout.write(picture.draw(found, chosen).decode())
+
+
+@app.command("report")
+def report_(
+    run: RunName = None,
+    root: Root = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Where to write the page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Every view on one HTML page, which needs no network.
+
+    The exit code is 1 where no rank reached its first batch: the page says where each stopped.
+    """
+    if html is None and not as_json:
+        raise ValueError("say where to: `initopt report --html run.html`")
+    target = None if html is None else named_html(html)
+    found = document(_run(run, root))
+    if as_json:
+        _print_json(found)
+    if target is not None:
+        _write(target, page(found))
+    if found["sentence"] is None:
+        print(f"initopt: no rank reached its {found['goal']}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -71,9 +71,10 @@ def _first_batch(run: Run, rank: int, less: Mapping[str, float]) -> float:
         last = last_step(planned(run, rank, less=less), run.graph)
         assert last is not None, "the rank has finished"
         return last.end
-    steps = [span for span in steps_of(run, rank) if span.end <= run.zero[rank] + run.first_batch(rank) + SKEW]
+    recorded = run.first_batch(rank)
+    steps = [span for span in steps_of(run, rank) if span.end <= run.zero[rank] + recorded + SKEW]
     taken = sum(min(work(span), less.get(span.name, 0.0)) for span in steps)
-    return run.first_batch(rank) - sum(span.wait for span in steps) - taken
+    return recorded - sum(span.wait for span in steps) - taken
 
 
 def per_step(run: Run, rank: int, *, waits: bool) -> dict[str, float]:

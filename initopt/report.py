@@ -223,11 +223,13 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     Raises RecordError for a rank that is not there or did not reach its first batch.
     """
     links = critical_chain(run, None if rank is None else chosen_rank(run, rank))
-    compiling = [_compiling(run, link) for link in links]
+    inside = {rank: compiled_in(run, rank) for rank in {link.rank for link in links}}
+    compiling = [_compiling(link, inside[link.rank]) for link in links]
     chain = [{**asdict(link), "compiling": spent} for link, spent in zip(links, compiling, strict=True)]
     data = {**about(run), "chain": chain}
     total = run.first_batch(links[0].rank)
-    shown = [link for link in links if link.step != UNNAMED or link.took > 0.01 * total]
+    pairs = zip(links, compiling, strict=True)
+    shown = [(link, spent) for link, spent in pairs if link.step != UNNAMED or link.took > 0.01 * total]
     deep = 2 if 2 * len(shown) <= width // 2 else (1 if len(shown) <= width // 2 else 0)
 
     lines = _head(run, width)
@@ -235,7 +237,7 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     lines.append(Text())
     several = len(run.headers) > 1
     before: Link | None = None
-    for depth, link in enumerate(shown):
+    for depth, (link, spent) in enumerate(shown):
         indent = " " * (deep * (depth - 1)) if depth else ""
         line = Text.assemble((indent + ("└─" if depth else ""), QUIET))
         line.append(link.step, style=LONGEST if link.step != UNNAMED else QUIET)
@@ -245,7 +247,6 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
         note = f"{seconds(link.wait)} waiting for rank {link.waited_for}" if link.waited_for is not None else ""
         if note and run.headers[link.waited_for or 0].host != run.headers[link.rank].host:
             note += f" (host {run.headers[link.waited_for or 0].host})"
-        spent = compiling[links.index(link)]
         if spent > SKEW:
             note = ", ".join([f"{seconds(spent)} compiling", *([note] if note else [])])
         under = " " * (deep * depth)
@@ -393,11 +394,11 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _compiling(run: Run, link: Link) -> float:
-    """Seconds of a link in which its step compiled."""
+def _compiling(link: Link, inside: Mapping[tuple[str, float], Sequence[Span]]) -> float:
+    """Seconds of a link in which its step compiled; `inside` are the turns in the steps of its rank."""
     end = link.start + link.took
-    inside = compiled_in(run, link.rank).get((link.step, link.start), ())
-    return sum(min(one.end, end) - one.start for one in inside if one.start < end)
+    turns = inside.get((link.step, link.start), ())
+    return sum(min(one.end, end) - one.start for one in turns if one.start < end)
 
 
 def imports_view(run: Run, rank: int | None = None, *, everything: bool = False, width: int = 80) -> View:
@@ -772,20 +773,27 @@ def _warned(warnings: Iterable[str], width: int) -> list[Text]:
 def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
     lines = _head(run, width)
     lines.append(Text(f"No rank reached its {run.goal}.", style=LONGEST))
-    stopped = {}
+    at = {}
     for rank in sorted(run.headers):
-        steps = steps_of(run, rank)
-        if steps:
-            last = max(steps, key=lambda span: (bool(span.error), span.end))
-            stopped[str(rank)] = {"step": last.name, "end": last.end - run.zero[rank], "error": last.error}
-            what = (
-                f"{last.name!r} failed with {last.error}" if last.error else f"last recorded step {last.name!r} ended"
-            )
-            lines += _wrap(f"  rank {rank}: {what} after {seconds(last.end - run.zero[rank])}", width)
-    data["stopped"] = stopped
+        last = stopped(run, rank)
+        if last is not None:
+            at[str(rank)] = last
+            ended = f"last recorded step {last['step']!r} ended"
+            what = f"{last['step']!r} failed with {last['error']}" if last["error"] else ended
+            lines += _wrap(f"  rank {rank}: {what} after {seconds(last['end'])}", width)
+    data["stopped"] = at
     lines += _notes(run, width)
     lines.append(_next("blame"))
     return View(tuple(lines), data, finding=True)
+
+
+def stopped(run: Run, rank: int) -> dict[str, Any] | None:
+    """The step in which a rank failed, else the last that ended there: its name, end and error. None without any."""
+    steps = steps_of(run, rank)
+    if not steps:
+        return None
+    last = max(steps, key=lambda span: (bool(span.error), span.end))
+    return {"step": last.name, "end": last.end - run.zero[rank], "error": last.error}
 
 
 def _notes(run: Run, width: int, *, stage: str | None = None) -> list[Text]:

@@ -341,7 +341,7 @@ def test_the_chain_of_a_rank_that_is_asked_for(root: Path, capsys: pytest.Captur
 def test_help_names_the_verbs(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(option) == 0
     out = capsys.readouterr().out
-    for verb in ("blame", "critical-chain", "compile", "plot", "draw", "ett", "bench"):
+    for verb in ("blame", "critical-chain", "compile", "plot", "report", "draw", "ett", "bench"):
         assert f"\n  {verb} " in out
     assert "..." not in out.partition("Commands:")[2]
 

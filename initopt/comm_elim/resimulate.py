@@ -9,6 +9,7 @@ It does not know how steps on other lanes share the cores.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -129,17 +130,21 @@ class Resimulation:
                     self._events[after].after.append(before)
         by_name = {span.name: end for span, _, end in self._steps[rank]}
         steps = sorted(self._steps[rank], key=lambda step: step[0].end)
+        calls: dict[str, list[Span]] = {}
+        for call in self._run.of_rank(rank):
+            if call.kind == "collective":
+                calls.setdefault(call.step, []).append(call)
         for span, start, end in self._steps[rank]:
             known = graph is not None and span.name in graph
             needed = [edge.before for edge in graph.predecessors(span.name)] if known and graph is not None else []
             places = [by_name[name] for name in needed if name in by_name]
             if not places:
                 # Nothing says what it needed: the last that had ended, such as the imports.
-                ended = [other for s, _, other in steps if s.end <= span.start + _CLOSE and other != end]
-                places = ended[-1:]
+                ended = steps[: bisect_right(steps, span.start + _CLOSE, key=lambda step: step[0].end)][-2:]
+                places = [other for _, _, other in ended if other != end][-1:]
             self._needs(start, places)
-            calls = (c for c in self._run.of_rank(rank) if c.kind == "collective" and c.step == span.name)
-            elsewhere = [c for c in calls if c.lane != span.lane and span.start <= c.start and c.end <= span.end]
+            inside = (c for c in calls.get(span.name, ()) if span.start <= c.start and c.end <= span.end)
+            elsewhere = [c for c in inside if c.lane != span.lane]
             self._needs(end, [departures[call_of(call)] for call in elsewhere])
             for call in elsewhere:
                 line = self._lanes[rank, call.lane]
