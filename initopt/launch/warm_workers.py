@@ -52,6 +52,7 @@ class WarmWorkers:
         self._step = -1, ""
         self._until: int | None = None
         self._left = ""
+        self._refused = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready = False
@@ -83,16 +84,16 @@ class WarmWorkers:
                 self._step = got["step"]
                 continue
             if got.get("refused"):
-                raise LaunchError(got["refused"])
+                raise self._refusal(got["refused"])
             at, step = self._step
             if how := got.get("left", ""):
                 if at < 0 or self.preload is not None:
                     named = f"--preload: {step}" if step else f"process {self._pid}, which imports for the ranks,"
-                    raise LaunchError(f"{named} {how}")
+                    raise self._refusal(f"{named} {how}")
                 got = {"failed": at, "rest": left_to_ranks(step, f" {how}", ())}
             if got["failed"] >= 0:
                 if self._until is not None:
-                    raise LaunchError(got["rest"])
+                    raise self._refusal(got["rest"])
                 self._until, self._left = got["failed"], got["rest"]
                 self.begin(self._environment)
                 continue
@@ -109,6 +110,8 @@ class WarmWorkers:
 
         Raises LaunchError.
         """
+        if self._refused:
+            raise LaunchError(self._refused)
         rest = {name: text for name, text in os.environ.items() if name != _AT_IMPORT}
         at_import = {_AT_IMPORT: environment[_AT_IMPORT]} if _AT_IMPORT in environment else {}
         if self._process is None or environment.get(_AT_IMPORT) != self._environment.get(_AT_IMPORT):
@@ -133,7 +136,7 @@ class WarmWorkers:
                 raise _Gone(self._death()) from error
             theirs.close()
             if not select.select([mine], [], [], _PATIENCE)[0]:
-                raise LaunchError(f"process {self._pid}, which forks the ranks, did not within {_PATIENCE:.0f} s")
+                raise self._refusal(f"process {self._pid}, which forks the ranks, did not within {_PATIENCE:.0f} s")
             verdict, _, text = mine.recv(65536).decode().partition(" ")
             if verdict == "refused":
                 raise LaunchError(text)
@@ -150,13 +153,18 @@ class WarmWorkers:
         self._ranks.append(rank)
         return rank
 
+    def _refusal(self, reason: str) -> LaunchError:
+        """What to raise now, and for each rank from now on."""
+        self._refused = reason
+        return LaunchError(reason)
+
     def end(self) -> None:
         """Let the process that forks go, and with it ranks that it still has."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            if not self._ready:
-                # It is importing, and would not notice.
+            if self._refused or not self._ready:
+                # It is importing, or hangs in a fork, and would not notice.
                 for pid in (*descendants(self._process.pid), self._process.pid):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 
+from initopt.launch import warm_workers
 from initopt.launch.warm_workers import LaunchError, WarmWorkers
 from tests.launch.forking import LIMIT, Job, job
 from tests.multirank.launch import MARK, marked
@@ -593,6 +594,19 @@ def test_a_rank_that_is_killed_while_it_is_forked(mark: str) -> None:
     with job("script.py") as ranks:
         ranks.rank()
         assert ranks.ended().code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("where", ["before", "after_in_child"])
+def test_a_fork_that_hangs(mark: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    write("import hangs", hangs=f"import os, signal\nos.register_at_fork({where}=signal.pause)")
+    with job("script.py") as ranks:
+        ranks.workers.wait()
+        # It hangs for ever: how long is waited only decides when that is said.
+        monkeypatch.setattr(warm_workers, "_PATIENCE", 1.0)
+        for _ in range(2):
+            with pytest.raises(LaunchError, match="which forks the ranks, did not within 1 s"):
+                ranks.rank()
+            monkeypatch.setattr(warm_workers, "_PATIENCE", 1e9)
 
 
 def test_ranks_end_with_the_process_that_forked_them_and_the_next_comes_from_a_new_one(
