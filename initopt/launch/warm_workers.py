@@ -62,6 +62,7 @@ class WarmWorkers:
     def begin(self, environment: Mapping[str, str]) -> None:
         """Start to import, and don't wait for the end. `environment`: what the imports see. Raises LaunchError."""
         self.end()
+        self._step = -1, ""
         self._environment = dict(environment)
         self._control, theirs = socket.socketpair()
         try:
@@ -120,7 +121,10 @@ class WarmWorkers:
             with suppress(_Gone):
                 return self._fork(environment, stdout, stderr)
             self.begin({**rest, **at_import})
-        return self._fork(environment, stdout, stderr)
+        try:
+            return self._fork(environment, stdout, stderr)
+        except _Gone as gone:
+            raise self._refusal(str(gone)) from gone
 
     def _fork(self, environment: Mapping[str, str], stdout: int, stderr: int) -> ForkedRank:
         self.wait()

@@ -609,6 +609,19 @@ def test_a_fork_that_hangs(mark: str, monkeypatch: pytest.MonkeyPatch, where: st
             monkeypatch.setattr(warm_workers, "_PATIENCE", 1e9)
 
 
+def test_a_process_that_ends_at_each_fork_is_given_up(mark: str) -> None:
+    write(
+        "import ends",
+        ends="import os\nopen('times', 'a').write('1')\nos.register_at_fork(before=lambda: os._exit(3))",
+    )
+    with job("script.py") as ranks:
+        ranks.workers.wait()
+        for _ in range(2):
+            with pytest.raises(LaunchError, match="which forks the ranks, ended with exit code 3"):
+                ranks.rank()
+        assert Path("times").read_text() == "11"
+
+
 def test_ranks_end_with_the_process_that_forked_them_and_the_next_comes_from_a_new_one(
     mark: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
