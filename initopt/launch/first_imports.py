@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -59,12 +59,15 @@ def import_first(
         steps = _of_script(script, module, space, found)
     else:
         steps = _named(_names(preload), script, module, space)
+    first = Settings.now()
+    done: list[_Done] = []
     for at, step in enumerate(islice(steps, until)):
         begin(at, step.words)
         earlier = Settings.now()
         reason = ""
         try:
             with main_users() as used:
+                taken = step.taken(space)
                 exec(step.code, space)
         except (Exception, SystemExit) as error:
             if preload is None:
@@ -87,11 +90,49 @@ def import_first(
         if reason:
             _leave_to_ranks(found, at, step, reason, steps, preload)
             break
+        change = Change(step.line, earlier, Settings.now())
         if step.imports:
-            found.changes.append(Change(step.line, earlier, Settings.now()))
+            found.changes.append(change)
+        done.append(_Done(at, step, taken, change))
         imported = step.names if step.statement is None else imports([step.statement], sys.modules)
         found.modules += [name for name in imported if not _standard(name)]
+    if not found.refused and found.failed < 0:
+        _rehearse(done, first, space, found, preload)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A step that was run: its number, the values that it took from others, and what it changed."""
+
+    at: int
+    step: _Step
+    taken: tuple[Any, ...]
+    change: Change
+
+
+def _rehearse(
+    done: Sequence[_Done], first: Settings, space: Mapping[str, Any], found: Imported, preload: str | None
+) -> None:
+    """Run the script's statements as a rank will, with all modules there: none may come to another value."""
+    last = Settings.now()
+    first.restore()
+    stage = {name: value for name, value in space.items() if name[:2] == "__"}
+    for one in done:
+        if not all(map(_same, one.step.taken(stage), one.taken)):
+            reason = ": what it takes is changed by a module that is imported later"
+            _leave_to_ranks(found, one.at, one.step, reason, iter(()), preload)
+            break
+        exec(one.step.code, stage)
+        if one.step.imports:
+            one.change.make()
+    last.restore()
+
+
+def _same(one: Any, other: Any) -> bool:
+    with suppress(Exception):  # such as an array, of which each number may be the same or not
+        return one is other or bool(type(one) is type(other) and one == other)
+    return False
 
 
 def left_to_ranks(step: str, reason: str, others: Sequence[str]) -> str:
@@ -107,12 +148,12 @@ def _leave_to_ranks(
     if preload is not None:
         others = _outside(_names(preload), left_out)
         found.refused = f"--preload: {step.words}{reason}" + (f" ({found.rest})" if found.rest else "")
-        found.refused += f". Without it: --preload {_option(others)}" if others else ""
+        found.refused += f". Without it: --preload {_option(others)}" if left_out and others else ""
         return
     # What stands behind a package that is not there can't be told.
     after = [name for one in later for name in one.names] if step.statement is not None else []
     others = found.modules + _outside([name for name in after if not _standard(name)], left_out)
-    found.failed, found.rest = at, left_to_ranks(step.words, reason, others)
+    found.failed, found.rest = at, left_to_ranks(step.words, reason, others if left_out else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +173,18 @@ class _Step:
     def imports(self) -> bool:
         """Whether modules may be imported."""
         return self.statement is None or isinstance(self.statement, ast.Import | ast.ImportFrom | ast.Try)
+
+    def taken(self, space: dict[str, Any]) -> tuple[Any, ...]:
+        """The values that the script's statement takes, in this namespace, without those of a `try`."""
+        parts: list[ast.expr | None] = []
+        if isinstance(self.statement, ast.Assign | ast.AnnAssign):
+            parts = [self.statement.value]
+        elif isinstance(self.statement, ast.Expr) and isinstance(self.statement.value, ast.Call):
+            parts = [*self.statement.value.args, *(word.value for word in self.statement.value.keywords)]
+        plain = [
+            part for part in parts if part is not None and not any(isinstance(n, ast.Lambda) for n in ast.walk(part))
+        ]
+        return tuple(eval(compile(ast.Expression(part), "<initopt launch>", "eval"), space) for part in plain)
 
     @property
     def needed(self) -> set[str]:

@@ -19,7 +19,7 @@ import torch
 
 from initopt.launch import warm_workers
 from initopt.launch.warm_workers import LaunchError, WarmWorkers
-from tests.launch.forking import LIMIT, Job, job
+from tests.launch.forking import LIMIT, Job, job, plain
 from tests.multirank.launch import MARK, marked
 
 
@@ -490,6 +490,28 @@ def test_a_module_that_changes_what_the_script_has_set_does_so_in_each_rank() ->
     with job("script.py") as ranks:
         ranks.rank()
         assert ranks.ended().out == "ab True\n"
+
+
+TAKES = ("LEVEL = early.LEVEL", "import os\nos.environ['LEVEL'] = early.LEVEL", "sys.path.append(early.LEVEL)")
+
+
+@pytest.mark.parametrize("text", TAKES)
+def test_what_a_statement_takes_before_another_module_changes_it(
+    text: str, mark: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        f"import sys, early\n{text}\nimport changes, os\n"
+        "print(globals().get('LEVEL'), os.environ.get('LEVEL'), sys.path[-1], early.PID == os.getppid())",
+        early="import os\nLEVEL, PID = '1', os.getpid()",
+        changes="import early\nearly.LEVEL = '2'",
+    )
+    expected = plain(["script.py"]).out.replace("False", "True")
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == expected
+    said = capfd.readouterr().err
+    assert ": what it takes is changed by a module that is imported later, so each rank imports that" in said
+    assert "--preload" not in said
 
 
 MAINS = {
