@@ -35,7 +35,7 @@ from initopt.ett import JOBS, LOST_WORK, NOT_COUNTED, Job, ett, gain, time_to_re
 from initopt.planned import per_step, planned, work
 from initopt.rank_numbers import ranks_in_short
 from initopt.record import Watched
-from initopt.runs import RecordError
+from initopt.runs import RecordError, last_step
 
 if TYPE_CHECKING:
     from initopt.imports import ImportLine
@@ -125,11 +125,12 @@ def summary(run: Run, *, width: int = 80) -> View:
         lines += _wrap(_compile_line(run, median), width)
         lines += _warned(_compiled_elsewhere(run, median), width)
     if run.graph is not None:
-        end = max(span.end for span in planned(run, median))
+        last = last_step(planned(run, median), run.graph)
+        assert last is not None, "the median rank has finished"
         lanes = len(run.graph.lanes())
-        data["planned"] = end
+        data["planned"] = last.end
         on = f"{lanes} {'lane' if lanes == 1 else 'lanes'}"
-        lines += _wrap(f"Planned with this graph on {on}, nobody waiting: ~{seconds(end)}", width)
+        lines += _wrap(f"Planned with this graph on {on}, nobody waiting: ~{seconds(last.end)}", width)
     if run.core_bound > _CORES_FULL * parts.total:
         full = f"CPU work that fills all cores of the host for {seconds(run.core_bound)}: overlap can't go below that"
         lines += _wrap(full, width)
