@@ -81,6 +81,22 @@ def placement(plan: Any) -> str:
     return "\n".join(lines)
 
 
+def two_dimensional(given: Mapping[str, Any]) -> str:
+    """What a DMPCollection is made with: how ranks are divided, and the same and the plan of each submodule."""
+    names = ("world_size", "sharding_group_size", "node_group_size", "use_inter_host_allreduce", "sharding_strategy")
+    lines = [f"{name}={given[name]}" for name in (*names, "use_sharded_relay")]
+    for one in given["submodule_configs"] or ():
+        lines.append(f"{one.module.__name__}: " + " ".join(f"{name}={getattr(one, name)}" for name in names[1:]))
+        lines += [f"{one.module.__name__}: {line}" for line in placement(one.plan).splitlines()]
+    return "\n".join(lines)
+
+
+def wrapper(of: Any) -> str:
+    """The class of a DataParallelWrapper, and which parameters it ignores."""
+    ignored = sorted(getattr(of, "_additional_params_to_ignore", ()))
+    return "\n".join([type(of).__name__, *(f"ignores {name}" for name in ignored)])
+
+
 @dataclass(frozen=True)
 class _Seen:
     parameter: nn.Parameter
