@@ -119,6 +119,7 @@ class Dense:
         # Not yet filled: what they will hold is decided later, after other draws.
         there = {name: one for name, one in found.items() if not one.is_meta and type(one) is nn.Parameter}
         self._forms = [f"{name}: {_form(one)}" for name, one in found.items()]
+        self._shapes = [f"number {at} has {tuple(one.shape)}" for at, one in enumerate(found.values())]
         if sum(one.nbytes for one in there.values()) > MOST:
             self._forms.append("too large to compare")
             return
@@ -126,8 +127,12 @@ class Dense:
             self._values[name] = _values(one)
             self._seen[name] = _Seen(one, *_state(one))
 
+    def shapes(self) -> str:
+        """Shapes alone: where only names differ, DistributedDataParallel goes by the order."""
+        return "\n".join(self._shapes)
+
     def forms(self) -> str:
-        """Names and shapes."""
+        """Names, shapes, types, and what else a parameter is."""
         return "\n".join(self._forms)
 
     def values(self) -> str:

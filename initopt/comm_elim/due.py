@@ -19,7 +19,8 @@ def due(model: nn.Module, plan: Any, sharders: Sequence[Any]) -> str:
     from torchrec.distributed import collective_utils
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-    if not collective_utils._INITIALIZED:
+    # Not in every version.
+    if not getattr(collective_utils, "_INITIALIZED", False):
         return "the validation flag"
     if plan is None:
         return "the sharding plan"
@@ -30,7 +31,7 @@ def due(model: nn.Module, plan: Any, sharders: Sequence[Any]) -> str:
             return f"{path}, which is of {type(module).__name__}"
         for config in module.embedding_bag_configs():
             planned = plan.plan[path].get(config.name)
-            if planned is None or planned.sharding_type not in _ALONE or config.use_virtual_table:
+            if planned is None or planned.sharding_type not in _ALONE or getattr(config, "use_virtual_table", False):
                 return f"table {config.name!r}"
     inside = tuple(f"{path}." for path in taken)
     return next((name for name, _ in model.named_parameters() if not name.startswith(inside)), "")

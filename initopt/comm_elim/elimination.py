@@ -31,7 +31,7 @@ TESTED = {"torch": "2.13.", "torchrec": "1.9."}
 """The versions whose code between two meetings is known. With others nothing is left out."""
 
 _OFF = "INITOPT_DISABLE"
-_FORMS, _VALUES = "dense parameters", "values of dense parameters"
+_SHAPES, _FORMS, _VALUES = "shapes of dense parameters", "dense parameters", "values of dense parameters"
 _HARMLESS = frozenset(
     (
         *("__init__", "__module__", "__doc__", "__annotations__", "__abstractmethods__", "_abc_impl", "__qualname__"),
@@ -57,6 +57,7 @@ class Elimination:
         self.kept: dict[str, str] = {}
         """Why a rewrite was not used, or not everywhere."""
         self._chosen = self._rewrites = _chosen(rewrites)
+        self._known = not _untested()
         self._model: nn.Module | None = None
         self._dense: Dense | None = None
         self._flag = validation_flag.Flag(False, False)
@@ -96,7 +97,7 @@ class Elimination:
         which = groups.found() if "groups" in self._rewrites else ""
         agreement.assume("process groups", which, functools.partial(self._stay, ["groups"]))
         if parameters:
-            self._compare_parameters(agreement, model, sharders)
+            self._compare_parameters(agreement, model, sharders, wrapped=True)
         return agreement
 
     @contextmanager
@@ -106,10 +107,13 @@ class Elimination:
         What `agreement` returned, and `hold` has compared, is not compared again for the first of them. The block may
         be as short as one such call.
         """
-        from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+        from torchrec.distributed import model_parallel
 
+        kinds = [(model_parallel.DistributedModelParallel, _stays)]
+        if hasattr(model_parallel, "DMPCollection"):
+            kinds.append((model_parallel.DMPCollection, _collection_stays))
         with ExitStack() as stack:
-            for kind, why in ((DistributedModelParallel, _stays), (DMPCollection, _collection_stays)):
+            for kind, why in kinds:
                 init = functools.partial(self._init, kind, inspect.signature(kind.__init__), why)
                 stack.enter_context(on_this_thread(kind, "__init__", init))
             yield
@@ -169,11 +173,13 @@ class Elimination:
         if wrapper is not None:
             agreement.assume("data-parallel wrapper", assumed.wrapper(wrapper))
         if not agreement.held(_VALUES):
-            self._compare_parameters(agreement, model, sharders)
+            self._compare_parameters(
+                agreement, model, sharders, wrapped=wrapper is None and given["init_data_parallel"]
+            )
         with ExitStack() as stack:
-            if plan is None:
+            if plan is None and self._known:
                 # The agreement is held when the plan is made. Until then no rank is sure of anything.
-                agreed, local = functools.partial(self._agreed, stack), "plan" in self._rewrites
+                agreed, local = functools.partial(self._agreed, stack, unasked=True), "plan" in self._rewrites
                 stack.enter_context(default_plan.rewritten(agreement, agreed, self._by("plan")[0], local=local))
                 stack.enter_context(on_this_thread(model_parallel, "init_collective_validation", lambda group: None))
             else:
@@ -185,15 +191,15 @@ class Elimination:
             stack.enter_context(on_this_thread(model_parallel.DistributedModelParallel, "_init_dmp", init))
             make()
 
-    def _agreed(self, stack: ExitStack) -> None:
-        """Say what differs, settle the flag, and let groups be made by members from now on."""
+    def _agreed(self, stack: ExitStack, *, unasked: bool = False) -> None:
+        """Say what differs, settle the flag (TorchRec was kept from asking if `unasked`), and see to the groups."""
         self._say()
         if self._ask_for_flag:
             validation_flag.ask_rank_0(distributed.group.WORLD)
-        elif "validation_flag" not in self._rewrites:
+        elif "validation_flag" in self._rewrites:
+            self._count("validation_flag", int(self._flag.keep()))
+        elif unasked:
             validation_flag.as_ever(distributed.group.WORLD)
-        elif self._flag.keep():
-            self._count("validation_flag", 1)
         self._ask_for_flag = False
         if "groups" in self._rewrites:
             stack.enter_context(groups.rewritten(*self._by("groups")))
@@ -221,8 +227,13 @@ class Elimination:
             sharded: nn.Module = dmp._init_dmp(module)
         return sharded
 
-    def _compare_parameters(self, agreement: Agreement, model: nn.Module, sharders: Sequence[Any]) -> None:
+    def _compare_parameters(
+        self, agreement: Agreement, model: nn.Module, sharders: Sequence[Any], *, wrapped: bool
+    ) -> None:
         self._dense = Dense(model, sharders)
+        # DistributedDataParallel would fail on some ranks, and leave the others waiting for them.
+        unwrapped = functools.partial(self._stay, ["ddp_sync"])
+        agreement.assume(_SHAPES, self._dense.shapes(), None if wrapped else unwrapped)
         agreement.assume(_FORMS, self._dense.forms(), functools.partial(self._stay, ["ddp_sync"]))
         # Other seeds on other ranks are no mistake: TorchRec sends rank 0's values.
         agreement.assume(_VALUES, self._dense.values(), self._values_stay, explained=False)
@@ -284,18 +295,24 @@ def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:
             warnings.warn(
                 f"initopt: {_OFF} names {name!r}, which is no rewrite; there are {', '.join(REWRITES)}", stacklevel=4
             )
-    import torchrec  # noqa: F401  its version is asked for
-
-    found = {name: assumed.version(name) for name in TESTED}
-    other = [f"{name} {found[name]}" for name, tested in TESTED.items() if not found[name].startswith(tested)]
+    other = _untested()
     if other:
         tested = " and ".join(f"{name} {number}*" for name, number in TESTED.items())
         warnings.warn(
-            f"initopt: no meeting of ranks is left out: {' and '.join(other)} is not what was tested ({tested})",
-            stacklevel=4,
+            f"initopt: no meeting of ranks is left out: {other} is not what was tested ({tested})", stacklevel=4
         )
         return ()
     return tuple(name for name in REWRITES if name in wanted and name not in off)
+
+
+def _untested() -> str:
+    """What has another version than was tested; empty if nothing has."""
+    import torchrec  # noqa: F401  its version is asked for
+
+    found = {name: assumed.version(name) for name in TESTED}
+    return " and ".join(
+        f"{name} {found[name]}" for name, tested in TESTED.items() if not found[name].startswith(tested)
+    )
 
 
 def _stays(dmp: Any, given: dict[str, Any]) -> str:
@@ -304,10 +321,10 @@ def _stays(dmp: Any, given: dict[str, Any]) -> str:
     from torchrec.distributed.types import ShardingEnv
 
     env = given["env"]
-    if env is not None and type(env) is not ShardingEnv:
-        return f"{type(env).__name__} is not TorchRec's own"
-    group = distributed.group.WORLD if env is None else env.process_group
-    return _changed(dmp, DistributedModelParallel) or _apart(group, given["device"])
+    why = _changed(dmp, DistributedModelParallel)
+    if not why and env is not None and type(env) is not ShardingEnv:
+        why = f"its sharding environment is a {type(env).__name__}"
+    return why or _apart(distributed.group.WORLD if env is None else env.process_group, given["device"])
 
 
 def _collection_stays(dmp: Any, given: dict[str, Any]) -> str:

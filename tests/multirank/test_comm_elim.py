@@ -157,7 +157,7 @@ def of_another_schedule(schedules: list[str]) -> tuple[list[str], dict[str, str]
 def test_another_schedule_is_named_and_nothing_is_left_out() -> None:
     for differs, kept in fork_ranks(of_another_schedule, ["store\nplan", "store\nfeatures\nplan"]):
         assert differs == ["schedule differs between ranks (rank 0: plan; rank 1: features)"]
-        assert len(kept) == 6
+        assert len(kept) == 7
     for differs, kept in fork_ranks(of_another_schedule, ["store\nplan"] * 2):
         assert differs == [] and kept == {}
 
@@ -326,15 +326,18 @@ def patched() -> list[int]:
     """What the rewrites replace, by `id` of what stands there."""
     import torch.nn.parallel.distributed as ddp
     from torch import distributed
+    from torch.distributed import device_mesh
     from torch.distributed._shard.sharded_tensor import ShardedTensor
-    from torchrec.distributed import embedding, embeddingbag, mc_modules, model_parallel
+    from torchrec.distributed import embedding, embeddingbag, mc_modules, model_parallel, types
+    from torchrec.distributed.planner import EmbeddingShardingPlanner
     from torchrec.distributed.sharding import grid_sharding, twrw_sharding
 
     homes = (
         *(ddp, ddp.DistributedDataParallel, distributed, ShardedTensor, grid_sharding, twrw_sharding),
         *(embedding.ShardedEmbeddingCollection, embeddingbag.ShardedEmbeddingBagCollection),
         *(mc_modules.ShardedManagedCollisionCollection, model_parallel, model_parallel.DistributedModelParallel),
-        model_parallel.DefaultDataParallelWrapper,
+        *(model_parallel.DefaultDataParallelWrapper, model_parallel.DMPCollection),
+        *(types.ShardingEnv, device_mesh, EmbeddingShardingPlanner),
     )
     return [id(value) for home in homes for _, value in sorted(vars(home).items()) if callable(value)]
 
@@ -378,7 +381,8 @@ def kept(kind: str) -> tuple[bool, Outcome]:
     if kind == "subclass":
 
         class Mine(model_parallel.DistributedModelParallel):  # type: ignore[misc]
-            pass
+            def _init_dmp(self, module: Any) -> Any:
+                return super()._init_dmp(module)
 
         eliminated_ranks.PARALLEL = Mine
     if kind == "sharded":
@@ -417,7 +421,7 @@ def kept(kind: str) -> tuple[bool, Outcome]:
         ("own init_fn", "dp_tables", "may read its table"),
         ("meta dense", "ddp_sync", "not known before the model is sharded"),
         ("sharded", "dp_tables", "Sharded is not TorchRec's own"),
-        ("subclass", "validation_flag", "Mine is not TorchRec's own"),
+        ("subclass", "validation_flag", "Mine has a _init_dmp of its own"),
         ("sharder", "ddp_sync", "Own may write to dense parameters"),
     ],
 )

@@ -20,8 +20,8 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     # What the collection is made with; the meetings of TorchRec, and what is left of them; the groups of a rank.
     "tables": ({"shardings": ("table_wise", "row_wise")}, 7, 1, 2),
     "continuous ranks": ({"shardings": ("column_wise",), "inter": True}, 7, 1, 2),
-    "hosts": ({"shardings": ("table_row_wise", "data_parallel"), "node": 1}, 20, 2, 4),
-    "submodules": ({"shardings": ("table_row_wise",), "node": 2, "submodules": 2}, 0, 1, 4),
+    "hosts": ({"shardings": ("table_row_wise", "data_parallel"), "node": 1}, 18, 2, 4),
+    "submodules": ({"shardings": ("table_row_wise",), "node": 2, "submodules": 2}, 23, 1, 4),
 }
 
 

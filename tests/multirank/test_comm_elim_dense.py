@@ -92,14 +92,14 @@ def test_parameters_of_every_kind_are_as_in_torchrec() -> None:
         assert not set(buffers) & set(others), "each rank keeps its own buffers"
 
 
-def other_shape(around: str) -> str:
-    """What a rank is told where a dense parameter has another shape on rank 1."""
+def other_shape() -> str:
+    """What a rank is told where a dense parameter has another shape on rank 1. In TorchRec rank 0 waits."""
     import logging
     import warnings
 
     from torch import nn
 
-    from initopt import eliminated
+    from initopt import Disagreement, eliminated
 
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -107,15 +107,18 @@ def other_shape(around: str) -> str:
     def change(model: Any) -> None:
         model.more = nn.Linear(2, 2 + int(os.environ["RANK"]))
 
-    with pytest.raises(RuntimeError) as caught:
-        changed(change, {"stock": nullcontext, "mine": eliminated}[around])
+    with pytest.raises(Disagreement) as caught:
+        changed(change, eliminated)
     return str(caught.value)
 
 
 def test_another_shape_on_one_rank_is_the_same_error_on_all_ranks() -> None:
-    stock, mine = fork_ranks(other_shape, "stock"), fork_ranks(other_shape, "mine")
-    assert mine == stock
-    assert all("DDP expects same model" in text or "appears not to match" in text for text in stock), stock
+    one, other = fork_ranks(other_shape)
+    assert one == other
+    assert one.startswith(
+        "shapes of dense parameters differs between ranks (rank 0: number 2 has (2, 2); rank 1: number"
+    )
+    assert "dense parameters differs between ranks (rank 0: more.weight: (2, 2)" in one
 
 
 def ignoring() -> tuple[bool, Outcome, str]:
@@ -170,6 +173,25 @@ def planless(*args: Any, plan: Any, **kwargs: Any) -> Any:
     return DistributedModelParallel(*args, **kwargs)
 
 
+def subclassed(*args: Any, **kwargs: Any) -> Any:
+    """One that does nothing in another way while TorchRec's __init__ runs."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    class Mine(DistributedModelParallel):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.calls = 0
+
+        def forward(self, *args: Any) -> Any:
+            self.calls += 1
+            return super().forward(*args)
+
+    return Mine(*args, **kwargs)
+
+
+MADE_BY = {"plan": planless, "ddp_sync": subclassed}
+
+
 def one_off() -> dict[str, tuple[Outcome, ...]]:
     """Each case as in TorchRec, with all rewrites, and without its own, by either switch."""
     import logging
@@ -180,7 +202,7 @@ def one_off() -> dict[str, tuple[Outcome, ...]]:
     logging.disable(logging.CRITICAL)
     found = {}
     for name, case in CASES.items():
-        eliminated_ranks.PARALLEL = planless if name == "plan" else None
+        eliminated_ranks.PARALLEL = MADE_BY.get(name)
         stock, mine = outcome(case, nullcontext), outcome(case, eliminated)
         chosen = outcome(case, lambda name=name: eliminated([one for one in EVERY if one != name]))
         os.environ["INITOPT_DISABLE"] = name
@@ -211,3 +233,20 @@ def test_each_rewrite_is_switched_off_by_name_and_training_is_the_same() -> None
                 assert without.result() == stock.result(), name
                 assert name not in without.left_out and name in mine.left_out, name
                 assert meets[name].items() <= without.meetings.items(), (name, without.meetings)
+
+
+def nobody_met(strict: bool) -> tuple[dict[str, int], dict[str, str]]:
+    """A case in which TorchRec does not meet other ranks, as all have the flag."""
+    from torchrec.distributed import collective_utils
+
+    from initopt import eliminated
+
+    collective_utils._INITIALIZED = True
+    found = outcome(Case("EBC", ("table_wise", "row_wise"), dense=False, steps=0), lambda: eliminated(strict=strict))
+    return found.meetings, found.kept
+
+
+def test_where_torchrec_meets_nobody_no_meeting_is_added() -> None:
+    for meetings, kept in fork_ranks(nobody_met, False):
+        assert meetings == {} and set(kept.values()) == {"TorchRec meets nobody there"}
+    assert [meetings for meetings, _ in fork_ranks(nobody_met, True)] == [{"all_gather_into_tensor": 1}] * 2

@@ -53,7 +53,9 @@ def metrics(name: str) -> dict[str, float]:
         kind,
         metrics_config=metrics_config.MetricsConfig(
             rec_tasks=[task],
-            rec_metrics={metrics_config.RecMetricEnum.MSE: metrics_config.RecMetricDef([task], 100)},
+            rec_metrics={
+                metrics_config.RecMetricEnum.MSE: metrics_config.RecMetricDef(rec_tasks=[task], window_size=100)
+            },
             throughput_metric=metrics_config.ThroughputDef(),
         ),
         batch_size=2,
