@@ -36,6 +36,8 @@ def _found(program: Program, met: Met, earlier: Met) -> Finding:
     of_torchrec = program.place(met) in GROUPS
     name = "groups" if of_torchrec else "new_group"
     old = earlier.made or WORLD
+    # A group for something else has a use of its own.
+    applied = of_torchrec and (old == WORLD or program.place(earlier) == program.place(met))
     ranks = ranks_in_short(met.ranks)
     lanes = {span.lane for group in (old, met.made) for span in program.calls_on(group)}
     if len(lanes) > 1:
@@ -62,8 +64,8 @@ def _found(program: Program, met: Met, earlier: Met) -> Finding:
         calls_in([met]),
         f"same ranks and backend as {'the world' if old == WORLD else f'group {old}'}",
         proofs,
-        "groups" if of_torchrec else "",
-        "" if of_torchrec else "the rewrite `groups` knows the groups of TorchRec's tables and meshes only",
+        "groups" if applied else "",
+        "" if applied else "the rewrite `groups` reuses what TorchRec makes a second time, and the world's group",
     )
 
 
