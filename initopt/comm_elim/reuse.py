@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from initopt.comm_elim.findings import Finding, at, calls_in, kept
+from initopt.comm_elim.findings import Finding, at, kept
 from initopt.comm_elim.known_calls import GROUPS
 from initopt.comm_elim.program import Program, failed
 from initopt.comm_elim.timeline import MAKES_GROUP, Met
@@ -57,15 +57,18 @@ def _found(program: Program, met: Met, earlier: Met) -> Finding:
         f"All calls on both come from one lane ({_listed(lanes)}), so on one group they keep the order that they had.",
         "What is set for the earlier group, such as its timeout, holds for both.",
     )
+    # Those of other ranks are for nothing, whether or not the group is made again.
+    calls = tuple(span for span in met.spans if span.rank in met.ranks)
     return Finding(
         name,
         "reuse",
         (met,),
-        calls_in([met]),
+        calls,
         f"same ranks and backend as {'the world' if old == WORLD else f'group {old}'}",
         proofs,
         "groups" if applied else "",
         "" if applied else "the rewrite `groups` reuses what TorchRec makes a second time, and the world's group",
+        about=calls,
     )
 
 
