@@ -63,7 +63,7 @@ def metrics(name: str) -> dict[str, float]:
         my_rank=rank,
         state_metrics_mapping={},
         device=torch.device("cpu"),
-        module_kwargs={"device": torch.device("cpu")} if name.startswith("CPU") else None,
+        module_kwargs={"model_out_device": torch.device("cpu")} if name.startswith("CPU") else None,
     )
     module.update(
         {
