@@ -28,9 +28,11 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None]) -> I
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
     def state(module: Any, *args: Any, **kwargs: Any) -> None:
-        why = _stays(module)
+        # For DTensors, as in two-dimensional sharding, TorchRec takes the plan itself.
+        why = "" if module._output_dtensor else _stays(module)
         if why:
             kept(why)
+        if why or module._output_dtensor:
             ShardedEmbeddingCollection._initialize_torch_state(module, *args, **kwargs)
             return
         with _answered(module, left_out, kept):
@@ -97,12 +99,8 @@ def _stays(module: Any) -> str:
 
     if type(module) is not ShardedEmbeddingCollection:
         return f"{type(module).__name__} is not TorchRec's own"
-    if type(module._env) is not ShardingEnv:
-        return "the sharding is two-dimensional"
-    if module._env.process_group is not distributed.group.WORLD:
+    if type(module._env) is not ShardingEnv or module._env.process_group is not distributed.group.WORLD:
         return "it is sharded over a part of the ranks"
-    if module._output_dtensor:
-        return "the state is of DTensors"
     return ""
 
 

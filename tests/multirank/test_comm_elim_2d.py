@@ -124,3 +124,28 @@ def test_a_rank_of_a_large_job_makes_as_many_groups_as_it_belongs_to() -> None:
         assert stock[0] == 2 * meshes + hosts + 2, "a barrier after each kind of hosts' groups"
         assert stock[1] == 6, "those of the second context are the first's again"
         assert mine == (0, 4, sorted([size, ranks // size, node, size // node]))
+
+
+def environments() -> tuple[list[int], bool]:
+    """Groups of two sharding environments as TorchRec makes them where CUDA is there and ranks meet over gloo."""
+    import torch
+    from torch import distributed
+    from torchrec.distributed.types import ShardingEnv
+
+    from initopt.comm_elim import groups
+    from tests.multirank.eliminated_ranks import groups as known
+    from tests.multirank.eliminated_ranks import own_group
+
+    torch.cuda.is_available = lambda: True
+    made = []
+    with own_group():
+        for around in (nullcontext(), groups.rewritten(lambda count: None, lambda why: None)):
+            before = known()
+            with around:
+                meshes = [ShardingEnv.from_process_group(distributed.group.WORLD).device_mesh for _ in range(2)]
+            made.append(known() - before)
+        return made, all(mesh.get_group() is distributed.group.WORLD for mesh in meshes)
+
+
+def test_the_mesh_of_an_environment_is_of_the_worlds_group() -> None:
+    assert fork_ranks(environments) == [([2, 0], True)] * 2
