@@ -28,6 +28,11 @@ def made(case: Case) -> Any:
         return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
 
+def kept(dmp: Any) -> dict[str, Any]:
+    """What a checkpoint can hold: not the buffer that has another value on each rank."""
+    return {name: value for name, value in dmp.state_dict().items() if name != "own"}
+
+
 def total(group: Any) -> float:
     """The sum of the ranks of a group, met on it."""
     import torch
@@ -98,16 +103,16 @@ def later(folder: str) -> dict[str, Any]:
         dmp = made(case)
         names = [distributed.distributed_c10d._world.pg_names[group] for group in (comm._INTRA_PG, comm._CROSS_PG)]
         found["sums"] = [total(comm._INTRA_PG), total(comm._CROSS_PG)]
-        held = digest(dmp.state_dict())
-        checkpoint.save({"model": dmp.state_dict()}, checkpoint_id=folder)
+        held = digest(kept(dmp))
+        checkpoint.save({"model": kept(dmp)}, checkpoint_id=folder)
         with torch.no_grad():
             for one in dmp.parameters():
                 one.zero_()
-        changed = digest(dmp.state_dict())
-        state = {"model": dmp.state_dict()}
+        changed = digest(kept(dmp))
+        state = {"model": kept(dmp)}
         checkpoint.load(state, checkpoint_id=folder)
-        dmp.load_state_dict(state["model"])
-        found["loaded"] = digest(dmp.state_dict()) == held != changed
+        dmp.load_state_dict(state["model"], strict=False)
+        found["loaded"] = digest(kept(dmp)) == held != changed
         found["metrics"] = [metrics("RecMetricModule"), metrics("CPUOffloadedRecMetricModule")]
         # One of them is destroyed by its members, and made again, under another name.
         distributed.destroy_process_group(comm._CROSS_PG)
