@@ -54,7 +54,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a rank made of a case. Everything but `meetings` and `groups` must be the same with a rewrite."""
+    """What a rank made of a case. Down to `metrics` all must be the same with a rewrite."""
 
     state: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
@@ -64,6 +64,11 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     meetings: dict[str, int] = field(default_factory=dict)
     groups: int = 0
+    """Those that this rank belongs to."""
+    created: int = 0
+    """Those that were created on it."""
+    everybody: int = 0
+    """Collectives of all ranks."""
     left_out: dict[str, int] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
 
@@ -248,7 +253,6 @@ def metric_module(case: Case) -> Any:
     """The metric module of a trainer, with TorchRec's default metrics."""
     import torch
     from torch import distributed
-    from torchrec import metrics
     from torchrec.metrics import cpu_offloaded_metric_module, metric_module
     from torchrec.metrics.metrics_config import DefaultMetricsConfig
 
@@ -285,10 +289,16 @@ def batch(case: Case, step: int) -> Any:
     return KeyedJaggedTensor(names, values, lengths=torch.ones(len(names) * BATCH, dtype=torch.int64))
 
 
-def outcome(case: Case, around: Callable[[], AbstractContextManager[Any]] = nullcontext, **changes: Any) -> Outcome:
+def outcome(
+    case: Case,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    then: Callable[[], None] = lambda: None,
+    **changes: Any,
+) -> Outcome:
     """Make the model of a case, in a process group of its own, and train it some steps.
 
-    `around` is entered for the construction. `changes` are for `built`.
+    `around` is entered for the construction; `then` is called at the end. `changes` are for `built`.
     """
     import torch
     from torch import distributed
@@ -299,12 +309,16 @@ def outcome(case: Case, around: Callable[[], AbstractContextManager[Any]] = null
         rank = int(os.environ["RANK"])
         torch.manual_seed(5 + {"equal": 0, "rank": rank, "one": rank == 1}[case.seeds])
         model, plan, sharders = built(case, **changes)
-        seen: Counter[str] = Counter()
         before = groups()
-        with counted(seen), around() as elimination:
+        with tallied() as tally, around() as elimination:
             dmp = parallel(case, model, plan, sharders)
             measured = metric_module(case) if case.metrics else None
-        found = Outcome(meetings=dict(seen), groups=groups() - before)
+        found = Outcome(
+            meetings=dict(tally.calls),
+            groups=groups() - before,
+            created=len(tally.created),
+            everybody=tally.everybody,
+        )
         found.left_out, found.kept = getattr(elimination, "left_out", {}), getattr(elimination, "kept", {})
         found.generator = digest(torch.get_rng_state())
         note_state(found, dmp)
@@ -322,14 +336,50 @@ def outcome(case: Case, around: Callable[[], AbstractContextManager[Any]] = null
                 dmp.sync()
             if measured is not None:
                 told = torch.full((BATCH,), loss.item())
-                measured.update({"prediction": told, "label": torch.ones(BATCH), "weight": torch.ones(BATCH)})
+                label = torch.arange(BATCH) % 2
+                measured.update({"prediction": told, "label": label, "weight": torch.ones(BATCH)})
         if measured is not None:
             found.metrics = metrics_of(measured)
         note_state(found, dmp, "trained ")
         held = [dmp.fused_optimizer.state_dict(), optimizer.state_dict() if optimizer is not None else None]
         found.optimizer = digest(held)
+        then()
         distributed.barrier()
     return found
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the construction of a model took on this rank, in calls and groups; `meeting` is seconds inside of calls."""
+
+    calls: dict[str, int]
+    collectives: int
+    everybody: int
+    created: int
+    belongs: int
+    meeting: float
+
+
+def constructed(case: Case, around: Callable[[], AbstractContextManager[Any]] = nullcontext, **changes: Any) -> Counts:
+    """Make the model of a case in the process group that there is, and train nothing."""
+    import torch
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(case.local)
+    torch.manual_seed(5 + (int(os.environ["RANK"]) if case.seeds == "rank" else 0))
+    model, plan, sharders = built(case, **changes)
+    before = groups()
+    with tallied() as tally, around():
+        parallel(case, model, plan, sharders)
+        if case.metrics:
+            metric_module(case)
+    return Counts(
+        dict(tally.calls),
+        tally.collectives,
+        tally.everybody,
+        len(tally.created),
+        groups() - before,
+        tally.seconds,
+    )
 
 
 def note_state(found: Outcome, dmp: Any, when: str = "") -> None:
@@ -349,7 +399,9 @@ def store() -> Any:
     from torch import distributed
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, is_master=rank == 0)
+    # Under an agent there is one already.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, is_master=serves)
 
 
 _made = itertools.count()
@@ -389,12 +441,37 @@ def groups() -> int:
     return len(c10d._world.pg_map)
 
 
-@contextmanager
-def counted(seen: Counter[str]) -> Iterator[None]:
-    """Count the outermost calls that meet other ranks."""
-    from initopt.hooks import watched
+@dataclass
+class Tally:
+    """What a rank does to meet others: calls by operation, seconds inside of them, and the groups that it makes."""
 
-    class Counting:
+    calls: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    everybody: int = 0
+    """Collectives that all ranks of the job come to."""
+    created: list[tuple[int, ...]] = field(default_factory=list)
+    """The ranks of each group that was created here, whether this rank belongs to it or not."""
+
+    @property
+    def collectives(self) -> int:
+        """The calls that do not make a group."""
+        return sum(count for op, count in self.calls.items() if op != "new_group")
+
+
+@contextmanager
+def tallied() -> Iterator[Tally]:
+    """See the outermost calls that meet other ranks."""
+    from torch import distributed
+    from torch.distributed import distributed_c10d as c10d
+
+    from initopt.hooks import WORLD, watched
+    from initopt.replaced import on_this_thread
+
+    tally = Tally()
+    world = distributed.get_world_size()
+    large = {WORLD}
+
+    class Listening:
         def begins(self, op: str, call_site: str) -> None:
             pass
 
@@ -405,19 +482,34 @@ def counted(seen: Counter[str]) -> Iterator[None]:
             return False
 
         def met(self, meeting: Any) -> None:
-            seen[meeting.op] += 1
+            tally.calls[meeting.op] += 1
+            tally.seconds += meeting.end - meeting.start
+            tally.everybody += meeting.op != "new_group" and meeting.group in large
 
         def group_made(self, group: Any, name: str, call_site: str) -> None:
             pass
 
         def group_seen(self, name: str, ranks: tuple[int, ...]) -> None:
-            pass
+            if len(ranks) == world:
+                large.add(name)
 
         def spent(self, seconds: float) -> None:
             pass
 
-    with watched(Counting()):
+    def create(size: int, place: int, members: list[int], *args: Any, **kwargs: Any) -> Any:
+        tally.created.append(tuple(members))
+        return c10d._new_process_group_helper(size, place, members, *args, **kwargs)
+
+    with on_this_thread(c10d, "_new_process_group_helper", create), watched(Listening()):
+        yield tally
+
+
+@contextmanager
+def counted(seen: Counter[str]) -> Iterator[None]:
+    """Count the outermost calls that meet other ranks."""
+    with tallied() as tally:
         yield
+    seen.update(tally.calls)
 
 
 def digest(value: Any) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 
 @contextmanager
-def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
-    """A default process group of so many ranks, of which this process is one. TorchRec forgets it after."""
+def fake_world(ranks: int) -> Iterator[None]:
+    """A default process group of so many ranks, of which this process is the first. TorchRec forgets it after."""
     from torch import distributed
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -40,8 +40,8 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         with on_this_thread(distributed, "all_gather_object", gather):
             return ShardedTensor._init_from_local_shards(shards, *size, process_group=process_group, **options)
 
-    os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank))
-    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    os.environ.update(WORLD_SIZE=str(ranks), RANK="0")
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         with ExitStack() as stack:
             for home in (distributed, c10d):
@@ -69,8 +69,9 @@ def _rest(mine: Any, size: list[int], members: list[int]) -> Any:
     own = mine.shards_metadata
     # A table is divided along one of its dimensions here.
     along = next((at for at, length in enumerate(size) if own[0].shard_sizes[at] != length), 0)
+    taken = sorted((one.shard_offsets[along], one.shard_sizes[along]) for one in own)
     shards, first = [], 0
-    for offset, length in [*sorted((one.shard_offsets[along], one.shard_sizes[along]) for one in own), (size[along], 0)]:
+    for offset, length in [*taken, (size[along], 0)]:
         if offset > first:
             where, large = [0] * len(size), [*size]
             where[along], large[along] = first, offset - first
