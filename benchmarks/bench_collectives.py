@@ -41,6 +41,7 @@ from tests.multirank.eliminated_ranks import (
     Counts,
     built,
     constructed,
+    end_threads,
     forgotten,
     metric_module,
     outcome,
@@ -89,8 +90,8 @@ class Turn:
     counts: Counts
 
 
-def rows(ranks: int, index: int) -> int:
-    """How many a table has: few, but no rank is without one."""
+def size(ranks: int, index: int) -> int:
+    """How many rows a table has: few, but no rank is without one."""
     return max(32 + 8 * index, 4 * ranks)
 
 
@@ -117,14 +118,15 @@ def timed(case: Case, rewrites: Sequence[str] | None) -> float:
 
     os.environ["LOCAL_WORLD_SIZE"] = str(case.local)
     torch.manual_seed(5 + (int(os.environ["RANK"]) if case.seeds == "rank" else 0))
-    model, plan, sharders = built(case, rows=partial(rows, distributed.get_world_size()))
+    model, plan, sharders = built(case, rows=partial(size, distributed.get_world_size()))
     distributed.barrier()
     start = time.perf_counter()
     with around(rewrites):
         parallel(case, model, plan, sharders)
-        if case.metrics:
-            metric_module(case)
-    return time.perf_counter() - start
+        measured = metric_module(case) if case.metrics else None
+    seconds = time.perf_counter() - start
+    end_threads(measured)
+    return seconds
 
 
 def turns(case: Case, ways: Sequence[Sequence[str] | None], rounds: int, latency: float) -> list[list[Turn]]:
@@ -137,7 +139,7 @@ def turns(case: Case, ways: Sequence[Sequence[str] | None], rounds: int, latency
         emulation_values.RENDEZVOUS_SECONDS = 0.0
         emulation.install("cluster")
     found = []
-    sizes = partial(rows, int(os.environ["WORLD_SIZE"]))
+    sizes = partial(size, int(os.environ["WORLD_SIZE"]))
     with own_group():
         anew(partial(constructed, case, rows=sizes))
         for turn in range(rounds):
@@ -179,7 +181,7 @@ def faked(case: Case, ranks: int) -> list[Counts]:
     found = []
     for way in (None, REWRITES):
         with fake_world(ranks):
-            found.append(constructed(case, partial(around, way), rows=partial(rows, ranks)))
+            found.append(constructed(case, partial(around, way), rows=partial(size, ranks)))
     return found
 
 

@@ -7,11 +7,13 @@ timeout, or take values of another call.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -26,6 +28,9 @@ _LOOK = 0.2
 _STAY = 2.0
 """Seconds that a rank leaves the others to read what was found before it raises: it may serve the store."""
 _MAKES_GROUP = frozenset({"new_group", "split_group", "_new_group_with_tag"})
+
+_turns = itertools.count()
+"""The blocks and process groups of this process, each with keys of its own: a store keeps what was written."""
 
 
 @contextmanager
@@ -52,7 +57,6 @@ class _Order:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._sockets = sockets_now()
-        self._turn = 0
         self._calls = 0
         self._large = {WORLD}
         self._store: Any = None
@@ -66,16 +70,23 @@ class _Order:
             return
         from torch.distributed import PrefixStore, distributed_c10d
 
-        self._turn += 1
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._rank, self._world = distributed.get_rank(), distributed.get_world_size()
-        # A connection does one thing at a time, and the script's may be waiting.
-        prefix = f"initopt/order/{attempt}/{self._turn}"
-        store: Any = distributed_c10d._get_default_store()
-        self._store = PrefixStore(prefix, store.clone())
-        threading.Thread(
-            target=self._look, args=(PrefixStore(prefix, store.clone()),), name="initopt-order", daemon=True
-        ).start()
+        prefix = f"initopt/order/{attempt}/{next(_turns)}"
+        job: Any = distributed_c10d._get_default_store()
+        try:
+            # A connection does one thing at a time, and the script's may be waiting.
+            store, looked_at = PrefixStore(prefix, job.clone()), PrefixStore(prefix, job.clone())
+            store.compare_set("begun", "", "yes")
+        except (AttributeError, RuntimeError) as error:
+            warnings.warn(
+                f"initopt: one_order compares nothing, the job's store can't do it ({error}): leave the block out, or "
+                "make the process group with a TCPStore",
+                stacklevel=5,
+            )
+            return
+        self._store = store
+        threading.Thread(target=self._look, args=(looked_at,), name="initopt-order", daemon=True).start()
 
     def end(self) -> None:
         """Compare no more."""

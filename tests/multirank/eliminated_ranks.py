@@ -270,12 +270,17 @@ def metric_module(case: Case) -> Any:
     )
 
 
+def end_threads(module: Any) -> None:
+    """Of a metric module that has some."""
+    if hasattr(module, "update_queue"):
+        module.shutdown()
+
+
 def metrics_of(module: Any) -> dict[str, float]:
     """What a metric module has found, on all ranks together; rates apart, which are of time."""
     later = hasattr(module, "update_queue")
     found = dict((module.async_compute() if later else module.compute()).resolve())
-    if later:
-        module.shutdown()
+    end_threads(module)
     return {name: float(value) for name, value in found.items() if "throughput" not in name}
 
 
@@ -363,15 +368,17 @@ class Counts:
 def constructed(case: Case, around: Callable[[], AbstractContextManager[Any]] = nullcontext, **changes: Any) -> Counts:
     """Make the model of a case in the process group that there is, and train nothing."""
     import torch
+    from torch import distributed
 
     os.environ["LOCAL_WORLD_SIZE"] = str(case.local)
     torch.manual_seed(5 + (int(os.environ["RANK"]) if case.seeds == "rank" else 0))
     model, plan, sharders = built(case, **changes)
     before = groups()
+    distributed.barrier()
     with tallied() as tally, around():
         parallel(case, model, plan, sharders)
-        if case.metrics:
-            metric_module(case)
+        measured = metric_module(case) if case.metrics else None
+    end_threads(measured)
     return Counts(
         dict(tally.calls),
         tally.collectives,

@@ -54,6 +54,10 @@ def test_everything_but_the_meetings_is_as_in_torchrec() -> None:
             assert sum(one.meetings.values()) == before, (case.name, one.meetings)
             assert sum(other.meetings.values()) == after, (case.name, other.meetings)
             assert "new_group" not in other.meetings and "barrier" not in other.meetings
+    own_seeds = next(case for case in CASES if set(case.shardings) == {"data_parallel"} and case.module == "EBC")
+    states = [dict(rank[own_seeds.name].state) for rank in mine]
+    assert len({(state.pop("own"), state.pop("trained own")) for state in states}) == 4, "a rank's own buffer stays"
+    assert states == states[:1] * 4 and own_seeds.seeds == "rank", "all else is sent from rank 0"
     by_host = {case.local: mine[0][case.name].groups for case in CASES if case.shardings[:1] == ("table_row_wise",)}
     assert by_host == {2: 2, 4: 1, 1: 1}, "a group of all ranks is the world's"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.multirank.eliminated_ranks import HOW, Case, outcome
+from tests.multirank.eliminated_ranks import HOW, Case, outcome, own_group
 from tests.multirank.forked import fork_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -95,9 +95,16 @@ def trained(cases: list[Case]) -> list[bool]:
         found.append(outcome(case, one_order).result() == expected == outcome(case, both).result())
         with one_order():
             found.append(outcome(case, nullcontext).result() == expected)
+    from torch import distributed
+
+    with own_group():
+        with one_order():
+            distributed.barrier()
+        with one_order():
+            found.append(distributed.new_group([0, 1]) is not None)
     return found
 
 
 def test_a_start_in_one_order_goes_on_as_without() -> None:
     cases = [Case("EBC", HOW, steps=1, seeds="rank"), Case("EC", ("table_wise",), steps=1)]
-    assert fork_ranks(trained, cases, ranks=4) == [[True] * 4] * 4
+    assert fork_ranks(trained, cases, ranks=4) == [[True] * 5] * 4
