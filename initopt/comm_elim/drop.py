@@ -66,6 +66,8 @@ def _own(program: Program, met: Met) -> Finding:
         f"it: "
         "what it orders is ordered by that next meeting as well, which no rank leaves before all have come.",
         "The wait for the slowest rank moves there.",
+        f"What {step!r} does after its barrier, and {after.call.step!r} before its meeting, is not in the record: see "
+        "that nothing there relies on the barrier.",
     )
     reason = f"{after.call.step} meets the same ranks next"
     return Finding(

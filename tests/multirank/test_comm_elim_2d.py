@@ -3,29 +3,80 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.multirank.collection_ranks import Pair, collection
-from tests.multirank.eliminated_ranks import Counter, counted
+from tests.multirank import eliminated_ranks
+from tests.multirank.eliminated_ranks import Case, Counter, Outcome, built, counted, outcome
 from tests.multirank.forked import fork_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
-CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
-    # What the collection is made with; the meetings of TorchRec, and what is left of them; the groups of a rank.
-    "tables": ({"shardings": ("table_wise", "row_wise")}, 7, 1, 2),
-    "continuous ranks": ({"shardings": ("column_wise",), "inter": True}, 7, 1, 2),
-    "hosts": ({"shardings": ("table_row_wise", "data_parallel"), "node": 1}, 18, 2, 4),
-    "submodules": ({"shardings": ("table_row_wise",), "node": 2, "submodules": 2}, 23, 1, 4),
-}
+
+@dataclass(frozen=True)
+class Divided:
+    """A collection, how it is made, the meetings of TorchRec and what is left of them, and the groups of a rank."""
+
+    case: Case
+    before: int
+    after: int
+    groups: int
+    continuous: bool = False
+    submodules: int = 0
+
+    def made(self, case: Case, model: Any, plan: Any, sharders: Any) -> Any:
+        from torch import device, distributed
+        from torchrec.distributed.model_parallel import DMPCollection
+        from torchrec.distributed.types import DMPCollectionConfig
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+        eliminated_ranks._on_cpu()
+        world = distributed.get_world_size()
+        size = world // case.replicas
+        # Each with a plan of its own, which TorchRec changes.
+        plans = [built(case)[1] for _ in range(self.submodules)]
+        return DMPCollection(
+            model,
+            device("cpu"),
+            plan,
+            world,
+            size,
+            distributed.group.WORLD,
+            node_group_size=case.local,
+            sharders=sharders,
+            use_inter_host_allreduce=self.continuous,
+            submodule_configs=[DMPCollectionConfig(EmbeddingBagCollection, one, size) for one in plans],
+        )
 
 
-def both() -> dict[str, tuple[Pair, Pair]]:
+ROWS = (
+    Divided(Case("EBC", ("column_wise",), replicas=2), 7, 1, 2, continuous=True),
+    Divided(Case("EBC", ("table_row_wise", "data_parallel"), replicas=2, local=1), 18, 2, 4),
+    Divided(Case("EBC", ("table_row_wise",), replicas=2, local=2), 23, 1, 4, submodules=2),
+)
+
+
+def divided(row: Divided, around: Any) -> tuple[Outcome, list[tuple[int, ...]]]:
+    """What became of a row, and the ranks of each group that came with it."""
+    from torch import distributed
+    from torch.distributed import distributed_c10d as c10d
+
+    eliminated_ranks.parallel = row.made
+    members: list[tuple[int, ...]] = []
+
+    def note() -> None:
+        for group in c10d._world.pg_map:
+            if group is not distributed.group.WORLD:
+                members.append((group.group_desc, *distributed.get_process_group_ranks(group)))
+
+    return outcome(row.case, around, then=note), sorted(members)
+
+
+def both() -> list[Any]:
     import logging
     import warnings
 
@@ -33,51 +84,44 @@ def both() -> dict[str, tuple[Pair, Pair]]:
 
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    return {name: (collection(**how), collection(around=eliminated, **how)) for name, (how, *_) in CASES.items()}
+    return [(divided(row, nullcontext), divided(row, eliminated)) for row in ROWS]
 
 
-def test_a_collection_is_as_in_torchrec_and_a_rank_makes_its_own_groups_only() -> None:
+def test_a_collection_is_as_in_torchrec_and_a_rank_makes_its_own_groups_once() -> None:
     for rank, found in enumerate(fork_ranks(both, ranks=4, timeout=100)):
-        for name, (_, before, after, groups) in CASES.items():
-            stock, mine = found[name]
-            assert mine.result() == stock.result(), name
-            assert (sum(stock.meetings.values()), sum(mine.meetings.values())) == (before, after), (
-                name,
-                stock.meetings,
-            )
-            assert mine.groups == groups and len(set(mine.ranks)) == groups, (name, mine.ranks)
-            assert set(mine.ranks) == set(stock.ranks) and all(rank in ranks for _, ranks in mine.ranks), name
+        for row, ((stock, theirs), (mine, ours)) in zip(ROWS, found, strict=True):
+            assert mine.state == stock.state and mine.result() == stock.result(), row
+            assert sum(stock.meetings.values()) == row.before, (row, stock.meetings)
+            assert sum(mine.meetings.values()) == row.after, (row, mine.meetings)
+            assert mine.groups == row.groups and ours == sorted(set(theirs)), row
+            assert all(rank in members for _, *members in ours), row
 
 
-def other_groups(rank: int) -> dict[str, Any]:
-    return {"size": 2 if rank else 4}
-
-
-def other_plan(rank: int) -> dict[str, Any]:
-    return {"shardings": ("row_wise",) if rank else ("table_wise",)}
-
-
-def disagreement(change: Callable[[int], dict[str, Any]]) -> str:
+def disagreement(one: Divided, other: Divided) -> str:
     from initopt import Disagreement, eliminated
 
-    given = {"shardings": ("row_wise",), **change(int(os.environ["RANK"]))}
     with pytest.raises(Disagreement) as caught:
-        collection(around=eliminated, **given)
+        divided(one if os.environ["RANK"] == "0" else other, eliminated)
     return str(caught.value)
 
 
+def of(*shardings: str, **more: Any) -> Divided:
+    return Divided(Case("EBC", shardings, replicas=2), 0, 0, 0, **more)
+
+
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("other", "says"),
     [
         (
-            other_groups,
-            "two-dimensional sharding differs between ranks (rank 0: sharding_group_size=4; ranks 1",
+            of("row_wise", continuous=True),
+            "two-dimensional sharding differs between ranks (rank 0: use_inter_host_allreduce=False; ranks 1, 2, 3: "
+            "use_inter_host_allreduce=True)",
         ),
-        (other_plan, "sharding plan of DistributedModelParallel differs between ranks (rank 0: tables.t0: table_wise"),
+        (of("table_wise"), "sharding plan of DistributedModelParallel differs between ranks (rank 0: tables.t0: row_"),
     ],
 )
-def test_a_rank_that_is_divided_in_another_way_is_named_before_any_group_is_made(change: Any, says: str) -> None:
-    for text in fork_ranks(disagreement, change, ranks=4):
+def test_a_rank_that_is_divided_in_another_way_is_named_before_any_group_is_made(other: Divided, says: str) -> None:
+    for text in fork_ranks(disagreement, of("row_wise"), other, ranks=4):
         assert says in text
 
 
