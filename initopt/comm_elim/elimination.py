@@ -105,7 +105,7 @@ class Elimination:
         """Make each DistributedModelParallel and DMPCollection that this thread makes in the block so.
 
         What `agreement` returned, and `hold` has compared, is not compared again for the first of them. The block may
-        be as short as one such call.
+        be as short as one call of a class or of its `__init__`, looked up in the block.
         """
         from torchrec.distributed import model_parallel
 
@@ -275,9 +275,11 @@ def eliminated(rewrites: Iterable[str] = REWRITES, *, strict: bool = False) -> I
 
     All ranks enter such a block. Weights, optimizer state and losses are those without it. One all_gather of 256 bytes
     a rank shows that ranks hold the same model, plan, dense parameters, versions and environment. Where they don't,
-    TorchRec's own way is taken, with a warning on rank 0, or Disagreement is raised on all ranks: if tables or the
-    plan differ, or anything with `strict`. `rewrites` and INITOPT_DISABLE choose among REWRITES, and must be the same
-    on all ranks to be of use. Raises ValueError for an unknown name.
+    TorchRec's own way is taken, with a warning on rank 0, or Disagreement is raised on all ranks: if tables, the given
+    plan, shapes of dense parameters, ignored parameters or the division in two dimensions differ, or anything with
+    `strict`. Where no plan is given each rank makes it (see `agree_on_plan`, which may raise PlanError). Where TorchRec
+    would meet nobody nothing is compared, but with `strict`. `rewrites` and INITOPT_DISABLE choose among REWRITES, and
+    must be the same on all ranks to be of use. Raises ValueError for an unknown name.
     """
     elimination = Elimination(rewrites, strict=strict)
     with elimination.block():
