@@ -255,4 +255,4 @@ def test_where_torchrec_meets_once_at_most_it_is_left_alone() -> None:
     for once, never, strict in fork_ranks(hardly_met):
         assert once[0] == {"broadcast_object_list": 1} and never[0] == {}
         assert set(once[1].values()) == set(never[1].values()) == {"there is no more than one meeting"}
-        assert strict == ({"all_gather_into_tensor": 1}, {})
+        assert strict == ({"all_gather_into_tensor": 1}, {"ddp_sync": "there is no dense parameter"})

@@ -128,7 +128,12 @@ def later(folder: str) -> dict[str, Any]:
     return found
 
 
+# torchmetrics still asks distutils for versions.
+@pytest.mark.filterwarnings("ignore:distutils Version classes:DeprecationWarning")
 def test_checkpoints_metrics_and_groups_made_and_destroyed_later_work_on() -> None:
+    # Once, for all ranks.
+    import torchrec.metrics.cpu_offloaded_metric_module  # noqa: F401
+
     with tempfile.TemporaryDirectory(prefix="initopt-checkpoint-") as folder:
         ranks = fork_ranks(later, str(Path(folder) / "saved"), ranks=4)
     assert len(ranks[0]["metrics"][0]) == 1 and ranks[0]["metrics"] == [ranks[0]["metrics"][0]] * 2
