@@ -63,6 +63,8 @@ def on_fake() -> list[tuple[Counts, Counts]]:
     return found
 
 
+# torchmetrics still asks distutils for versions.
+@pytest.mark.filterwarnings("ignore:distutils Version classes:DeprecationWarning")
 def test_two_dimensions_and_metrics_are_as_in_torchrec_and_are_counted_alike_by_the_fake_backend() -> None:
     # Once, for all ranks.
     import torchrec.metrics.cpu_offloaded_metric_module  # noqa: F401
