@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from initopt.comm_elim.findings import Finding, at, calls_in, kept
+from initopt.comm_elim.known_calls import GROUPS
 from initopt.comm_elim.program import Program, failed
 from initopt.comm_elim.timeline import Met
 
@@ -26,7 +27,7 @@ _OWN = "may order files, logs or other work around it"
 def drop(program: Program) -> list[Finding]:
     """Find barriers that nothing but their neighbour depends on. Others stay, with the reason."""
     findings = []
-    of_torchrec = [met for met in program.at("groups") if met.call.op in BARRIERS and not failed(met)]
+    of_torchrec = [met for met in program.at(*GROUPS) if met.call.op in BARRIERS and not failed(met)]
     if of_torchrec:
         proof = (
             f"{at(of_torchrec[0])} stands behind the calls that make groups, in a function that does nothing else.",

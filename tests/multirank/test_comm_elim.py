@@ -209,15 +209,18 @@ def patched() -> list[int]:
     """What the rewrites replace, by `id` of what stands there."""
     import torch.nn.parallel.distributed as ddp
     from torch import distributed
+    from torch.distributed import device_mesh
     from torch.distributed._shard.sharded_tensor import ShardedTensor
-    from torchrec.distributed import embedding, embeddingbag, mc_modules, model_parallel
+    from torchrec.distributed import embedding, embeddingbag, mc_modules, model_parallel, types
+    from torchrec.distributed.planner import EmbeddingShardingPlanner
     from torchrec.distributed.sharding import grid_sharding, twrw_sharding
 
     homes = (
         *(ddp, ddp.DistributedDataParallel, distributed, ShardedTensor, grid_sharding, twrw_sharding),
         *(embedding.ShardedEmbeddingCollection, embeddingbag.ShardedEmbeddingBagCollection),
         *(mc_modules.ShardedManagedCollisionCollection, model_parallel, model_parallel.DistributedModelParallel),
-        model_parallel.DefaultDataParallelWrapper,
+        *(model_parallel.DefaultDataParallelWrapper, model_parallel.DMPCollection),
+        *(types.ShardingEnv, device_mesh, EmbeddingShardingPlanner),
     )
     return [id(value) for home in homes for _, value in sorted(vars(home).items()) if callable(value)]
 
@@ -261,7 +264,8 @@ def kept(kind: str) -> tuple[bool, Outcome]:
     if kind == "subclass":
 
         class Mine(model_parallel.DistributedModelParallel):  # type: ignore[misc]
-            pass
+            def _init_dmp(self, module: Any) -> Any:
+                return super()._init_dmp(module)
 
         eliminated_ranks.PARALLEL = Mine
     if kind == "sharded":
@@ -300,7 +304,7 @@ def kept(kind: str) -> tuple[bool, Outcome]:
         ("own init_fn", "dp_tables", "may read its table"),
         ("meta dense", "ddp_sync", "not known before the model is sharded"),
         ("sharded", "dp_tables", "Sharded is not TorchRec's own"),
-        ("subclass", "validation_flag", "Mine is not TorchRec's own"),
+        ("subclass", "validation_flag", "Mine has a _init_dmp of its own"),
         ("sharder", "ddp_sync", "Own may write to dense parameters"),
     ],
 )
