@@ -1,6 +1,6 @@
 """Meetings of ranks while a DistributedModelParallel is made: TorchRec's, and what is left of them.
 
-    python -m benchmarks.bench_collectives --save      # NN minutes on two cores
+    python -m benchmarks.bench_collectives --save      # 17 minutes on two cores
 
 Ranks are forked from one warm process and meet over gloo. Each row is a start of its own: in it the model is made as
 TorchRec makes it and with its meetings left out, in turn, round by round, in one process group. *Collectives* are calls
