@@ -1,6 +1,6 @@
 """Meetings of ranks while a DistributedModelParallel is made: TorchRec's, and what is left of them.
 
-    python -m benchmarks.bench_collectives --save      # NN minutes on two cores
+    python -m benchmarks.bench_collectives --save      # 17 minutes on two cores
 
 Ranks are forked from one warm process and meet over gloo. Each row is a start of its own: in it the model is made as
 TorchRec makes it and with its meetings left out, in turn, round by round, in one process group. *Collectives* are calls
@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,10 @@ from tests.multirank.eliminated_ranks import (
     HOW,
     Case,
     Counts,
-    built,
     constructed,
-    end_threads,
     forgotten,
-    metric_module,
     outcome,
     own_group,
-    parallel,
 )
 from tests.multirank.fake_world import fake_world
 from tests.multirank.forked import fork_ranks
@@ -73,21 +69,15 @@ CASES = (
     replace(TWRW, replicas=2),
     *(replace(MIXED, metrics=name) for name in ("RecMetricModule", "CPUOffloadedRecMetricModule")),
 )
-LARGE = (Case("EBC", ("table_wise",) * 8), TWRW, MC, MIXED)
-"""The rows for many ranks and for latencies: nothing of its own to leave out, groups, metadata, tables of all kinds."""
+LARGE = (TWRW, MIXED, Case("EBC", ("table_wise",) * 8), MC)
+"""The rows for many ranks and for latencies: groups, tables of all kinds, little to leave out, metadata."""
+MOST = 32
+"""With more ranks there are the first two of these rows: a round takes half a minute."""
 BY_ITSELF = (Case("EC", ("table_wise", "row_wise", "data_parallel") * 8, steps=0), MIXED, MC)
 """Between them they have something for every rewrite."""
 FAKE = (64, 1024)
 HOSTS = (TWRW, MIXED, SEEDS)
 EMULATED_AT = 8
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One construction on one rank: wall seconds of it, and what it took in another one that was watched."""
-
-    seconds: float
-    counts: Counts
 
 
 def size(ranks: int, index: int) -> int:
@@ -111,25 +101,7 @@ def quietly() -> None:
     warnings.simplefilter("ignore")
 
 
-def timed(case: Case, rewrites: Sequence[str] | None) -> float:
-    """Make a case on this rank, in seconds."""
-    import torch
-    from torch import distributed
-
-    os.environ["LOCAL_WORLD_SIZE"] = str(case.local)
-    torch.manual_seed(5 + (int(os.environ["RANK"]) if case.seeds == "rank" else 0))
-    model, plan, sharders = built(case, rows=partial(size, distributed.get_world_size()))
-    distributed.barrier()
-    start = time.perf_counter()
-    with around(rewrites):
-        parallel(case, model, plan, sharders)
-        measured = metric_module(case) if case.metrics else None
-    seconds = time.perf_counter() - start
-    end_threads(measured)
-    return seconds
-
-
-def turns(case: Case, ways: Sequence[Sequence[str] | None], rounds: int, latency: float) -> list[list[Turn]]:
+def turns(case: Case, ways: Sequence[Sequence[str] | None], rounds: int, latency: float) -> list[list[Counts]]:
     """Make a case in each way, in turn, so many rounds."""
     quietly()
     if latency:
@@ -145,9 +117,8 @@ def turns(case: Case, ways: Sequence[Sequence[str] | None], rounds: int, latency
         for turn in range(rounds):
             # Each way as often before the other as after it.
             order = list(enumerate(ways))[:: 1 if turn % 2 else -1]
-            seconds = {place: anew(partial(timed, case, way)) for place, way in order}
-            counts = {place: anew(partial(constructed, case, partial(around, way), rows=sizes)) for place, way in order}
-            found.append([Turn(seconds[place], counts[place]) for place in range(len(ways))])
+            made = {place: anew(partial(constructed, case, partial(around, way), rows=sizes)) for place, way in order}
+            found.append([made[place] for place in range(len(ways))])
     return found
 
 
@@ -214,14 +185,13 @@ def timed_rows(
         same = "" if not compared else _yes(all(fork_ranks(equal, case, ranks=ranks, timeout=600)))
         slowest = [[max(rank[turn][way].seconds for rank in found) for way in (0, 1)] for turn in range(rounds)]
         inside = [
-            [statistics.median(rank[turn][way].counts.meeting for rank in found) for way in (0, 1)]
-            for turn in range(rounds)
+            [statistics.median(rank[turn][way].meeting for rank in found) for way in (0, 1)] for turn in range(rounds)
         ]
         ratios = [a / b for a, b in slowest]
         cells = [
             str(ranks),
             _named(case),
-            *_counts(found[0][0][0].counts, found[0][0][1].counts),
+            *_counts(found[0][0][0], found[0][0][1]),
             " -> ".join(f"{1e3 * statistics.median(each):.1f}" for each in zip(*inside, strict=True)),
             _spread([a / b for a, b in inside], 1),
             _spread([1e3 * a for a, _ in slowest], 0),
@@ -240,7 +210,7 @@ def by_itself(ranks: int, rounds: int) -> Iterator[str]:
     for case in filter(None, (fitting(one, ranks) for one in BY_ITSELF)):
         found = fork_ranks(turns, case, ways, rounds, 0.0, ranks=ranks, timeout=600)
         for way, rewrites in enumerate(ways[1:], 1):
-            stock, agreed, mine = (found[0][0][which].counts for which in (0, 1, way))
+            stock, agreed, mine = (found[0][0][which] for which in (0, 1, way))
             whole, alone = (
                 [
                     max(rank[turn][which].seconds for rank in found) / max(rank[turn][way].seconds for rank in found)
@@ -354,7 +324,7 @@ def parts(chosen: argparse.Namespace) -> Iterator[tuple[str, str, Sequence[str],
         yield f"{ranks} gloo ranks", said, (*_TIMED, "equal"), rows
     for ranks in chosen.many:
         said = f"{fewer} rounds, nothing emulated; {ranks / (os.cpu_count() or 1):.0f} ranks share a core."
-        yield f"{ranks} gloo ranks", said, _TIMED, timed_rows(LARGE, ranks, fewer)
+        yield f"{ranks} gloo ranks", said, _TIMED, timed_rows(LARGE if ranks <= MOST else LARGE[:2], ranks, fewer)
     for latency in chosen.latencies:
         said = f"{fewer} rounds. **Emulated**: each collective starts {latency:g} ms later."
         rows = timed_rows(LARGE, EMULATED_AT, fewer, latency=latency / 1e3)

@@ -130,8 +130,12 @@ class _Order:
             self.begin()
         elif meeting.op == "destroy_process_group" and meeting.group == WORLD:
             self._store, self._calls = None, 0
-        if meeting.error and self._told is not None:
-            self._stop()
+        if meeting.error and self._store is not None:
+            # Another rank has left the call, perhaps: why was in the store before.
+            with suppress(RuntimeError):
+                self._hear(self._store)
+            if self._told is not None:
+                self._stop()
 
     def group_made(self, group: Any, name: str, call_site: str) -> None:
         pass
@@ -146,15 +150,19 @@ class _Order:
     def _look(self, store: Any) -> None:
         """Wait for what another rank finds, and leave the call that this one is in."""
         try:
-            while not store.check(["differs"]):
+            while not self._hear(store):
                 if self._over.wait(_LOOK):
                     return
-            self._told = self._told or _difference(json.loads(store.get("differs")))
             store.add("heard", 1)
         except RuntimeError:
             # The store is gone, and with it the job.
             return
         leave_collectives(self._sockets)
+
+    def _hear(self, store: Any) -> bool:
+        if self._told is None and store.check(["differs"]):
+            self._told = _difference(json.loads(store.get("differs")))
+        return self._told is not None
 
     def _stop(self) -> NoReturn:
         assert self._told is not None

@@ -52,7 +52,7 @@ def found() -> str:
     """
     from torchrec.distributed import comm
 
-    lines = [f"{_generation} groups made"]
+    lines = [f"groups made: {_generation}"]
     for name in _GLOBALS:
         group = getattr(comm, name, None)
         if group is not None and group not in c10d._world.pg_map:
@@ -62,7 +62,7 @@ def found() -> str:
     alive = set(c10d._world.pg_names.values())
     for key in [key for key, name in _made.items() if name not in alive]:
         del _made[key]
-    return "\n".join([*lines, f"{len(_made)} groups to use again"])
+    return "\n".join([*lines, f"groups to use again: {len(_made)}"])
 
 
 def stays() -> str:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -355,13 +356,17 @@ def outcome(
 
 @dataclass(frozen=True)
 class Counts:
-    """What the construction of a model took on this rank, in calls and groups; `meeting` is seconds inside of calls."""
+    """What the construction of a model took on this rank, in calls and groups.
+
+    `meeting` is the part of its wall `seconds` inside of calls. Neither has what it took to see the calls.
+    """
 
     calls: dict[str, int]
     collectives: int
     everybody: int
     created: int
     belongs: int
+    seconds: float
     meeting: float
 
 
@@ -375,9 +380,12 @@ def constructed(case: Case, around: Callable[[], AbstractContextManager[Any]] = 
     model, plan, sharders = built(case, **changes)
     before = groups()
     distributed.barrier()
-    with tallied() as tally, around():
-        parallel(case, model, plan, sharders)
-        measured = metric_module(case) if case.metrics else None
+    with tallied() as tally:
+        start = time.perf_counter()
+        with around():
+            parallel(case, model, plan, sharders)
+            measured = metric_module(case) if case.metrics else None
+        seconds = time.perf_counter() - start - tally.own
     end_threads(measured)
     return Counts(
         dict(tally.calls),
@@ -385,6 +393,7 @@ def constructed(case: Case, around: Callable[[], AbstractContextManager[Any]] = 
         tally.everybody,
         len(tally.created),
         groups() - before,
+        seconds,
         tally.seconds,
     )
 
@@ -454,6 +463,8 @@ class Tally:
 
     calls: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    own: float = 0.0
+    """Seconds that seeing them cost."""
     everybody: int = 0
     """Collectives that all ranks of the job come to."""
     created: list[tuple[int, ...]] = field(default_factory=list)
@@ -491,6 +502,7 @@ def tallied() -> Iterator[Tally]:
         def met(self, meeting: Any) -> None:
             tally.calls[meeting.op] += 1
             tally.seconds += meeting.end - meeting.start
+            tally.own += meeting.own
             tally.everybody += meeting.op != "new_group" and meeting.group in large
 
         def group_made(self, group: Any, name: str, call_site: str) -> None:
