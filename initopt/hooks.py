@@ -148,13 +148,13 @@ class Listener(Protocol):
     """Who wants to know. Called on the thread that made the call; must not raise but where it says so."""
 
     def met(self, meeting: Meeting) -> None:
-        """A call has ended."""
+        """A call has ended. May raise instead of what a call has failed with."""
 
     def begins(self, op: str, call_site: str) -> None:
-        """A call is about to begin. The only one that may raise, which keeps the call from being made."""
+        """A call is about to begin. May raise, which keeps the call from being made."""
 
     def enters(self, meeting: Meeting) -> None:
-        """A call begins: all that is known of it before it ends, `end` being its start."""
+        """A call begins: all that is known of it before it ends, `end` being its start. May raise as `begins` may."""
 
     def reads_payloads(self) -> bool:
         """Whether what is put in shall be read for a checksum."""
