@@ -1,6 +1,6 @@
-"""Whether TorchRec would meet anybody while it makes a model, so that there is something to leave out.
+"""Whether TorchRec would meet other ranks more than once while it makes a model, so that there is something to win.
 
-Where it would not, comparing what ranks assume would only add a meeting.
+Where it would not, comparing what ranks assume would only be another meeting. The flag is one (see `validation_flag`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ _ALONE = ("table_wise", "column_wise", "row_wise")
 
 
 def due(model: nn.Module, plan: Any, sharders: Sequence[Any]) -> str:
-    """Return the first thing for which ranks meet when this is made with TorchRec's own wrapper; empty if none does."""
-    from torchrec.distributed import collective_utils
+    """Return the first thing, but for the flag, for which ranks meet when this is made; empty if they do for none.
+
+    It is made with TorchRec's own wrapper. All ranks find the same if they hold the same model and plan.
+    """
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-    # Not in every version.
-    if not getattr(collective_utils, "_INITIALIZED", False):
-        return "the validation flag"
     if plan is None:
         return "the sharding plan"
     kinds = {sharder.module_type for sharder in sharders}

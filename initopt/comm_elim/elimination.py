@@ -114,7 +114,7 @@ class Elimination:
             kinds.append((model_parallel.DMPCollection, _collection_stays))
         with ExitStack() as stack:
             for kind, why in kinds:
-                init = functools.partial(self._init, kind, inspect.signature(kind.__init__), why)
+                init = functools.partial(self._init, kind, why)
                 stack.enter_context(on_this_thread(kind, "__init__", init))
             yield
 
@@ -126,7 +126,6 @@ class Elimination:
     def _init(
         self,
         kind: Any,
-        signature: inspect.Signature,
         stays: Callable[[Any, dict[str, Any]], str],
         dmp: Any,
         *args: Any,
@@ -137,7 +136,7 @@ class Elimination:
             # A collection calls the __init__ of its base.
             make()
             return
-        bound = signature.bind(dmp, *args, **kwargs)
+        bound = inspect.signature(kind.__init__).bind(dmp, *args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         why = stays(dmp, given)
@@ -160,7 +159,7 @@ class Elimination:
         agreement, self._agreement = self._agreement, None
         if agreement is None or model is not self._model or not agreement.held("rewrites"):
             if not (self.strict or collection or wrapper is not None or due(model, plan, sharders)):
-                self._keep(REWRITES, "TorchRec meets nobody there", whole=False)
+                self._keep(REWRITES, "there is no more than one meeting", whole=False)
                 make()
                 return
             where = torch.device("cpu") if "gloo" in distributed.get_backend() else device
@@ -278,8 +277,8 @@ def eliminated(rewrites: Iterable[str] = REWRITES, *, strict: bool = False) -> I
     TorchRec's own way is taken, with a warning on rank 0, or Disagreement is raised on all ranks: if tables, the given
     plan, shapes of dense parameters, ignored parameters or the division in two dimensions differ, or anything with
     `strict`. Where no plan is given each rank makes it (see `agree_on_plan`, which may raise PlanError). Where TorchRec
-    would meet nobody nothing is compared, but with `strict`. `rewrites` and INITOPT_DISABLE choose among REWRITES, and
-    must be the same on all ranks to be of use. Raises ValueError for an unknown name.
+    would meet at most once nothing is compared, but with `strict`. `rewrites` and INITOPT_DISABLE choose among
+    REWRITES, and must be the same on all ranks to be of use. Raises ValueError for an unknown name.
     """
     elimination = Elimination(rewrites, strict=strict)
     with elimination.block():

@@ -39,7 +39,7 @@ _MAKERS = ("intra_and_cross_node_pg", "intra_and_cross_node_pg_2D")
 _PRIVATE = ("_new_process_group_helper", "_world", "_get_default_timeout", "_is_barrier_after_init")
 
 _generation = 0
-"""How often this process went through code that makes such groups."""
+"""How many such groups this process made. Each kind divides all ranks, so that all of them make as many."""
 
 _made: dict[tuple[str, tuple[int, ...], str], str] = {}
 """Names of groups, by what they are for, their ranks and backend. No groups, which would outlive their destruction."""
@@ -52,7 +52,7 @@ def found() -> str:
     """
     from torchrec.distributed import comm
 
-    lines = [f"groups made {_generation} times"]
+    lines = [f"groups made: {_generation}"]
     for name in _GLOBALS:
         group = getattr(comm, name, None)
         if group is not None and group not in c10d._world.pg_map:
@@ -62,7 +62,7 @@ def found() -> str:
     alive = set(c10d._world.pg_names.values())
     for key in [key for key, name in _made.items() if name not in alive]:
         del _made[key]
-    return "\n".join([*lines, f"{len(_made)} groups to use again"])
+    return "\n".join([*lines, f"groups to use again: {len(_made)}"])
 
 
 def stays() -> str:
@@ -96,8 +96,6 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None]) -> I
 
     def answered(home: ModuleType, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call TorchRec's `make`, which asks `home` for groups."""
-        global _generation
-        _generation += 1
         asks = False
 
         def new_group(*given: Any, **more: Any) -> Any:
@@ -166,6 +164,8 @@ def _group(ranks: Any = None, backend: str | None = None, group_desc: str | None
     for group, name in c10d._world.pg_names.items():
         if name == earlier:
             return group
+    global _generation
+    _generation += 1
     joined = "_".join(map(str, itertools.chain([purpose, backend, _generation], members)))
     name = c10d.GroupName(f"initopt_{hashlib.sha256(joined.encode()).hexdigest()[:24]}")
     _, store = c10d._world.pg_map[world]

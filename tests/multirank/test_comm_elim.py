@@ -125,7 +125,7 @@ def test_groups_that_were_made_at_other_times_are_torchrecs() -> None:
     case = Case("EBC", ("table_row_wise",) * 2, local=1, steps=1)
     for equal, found, _ in fork_ranks(one_differs, made_groups_before, case):
         assert equal and found.meetings["new_group"] == 3 and "groups" not in found.left_out
-        assert "rank 1: groups made 1 times" in found.kept["groups"]
+        assert "rank 1: groups made: 1" in found.kept["groups"]
 
 
 def wants_barriers(rank: int) -> None:

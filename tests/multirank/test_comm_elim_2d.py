@@ -34,7 +34,6 @@ class Divided:
         from torchrec.distributed.types import DMPCollectionConfig
         from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-        eliminated_ranks._on_cpu()
         world = distributed.get_world_size()
         size = world // case.replicas
         # Each with a plan of its own, which TorchRec changes.
@@ -65,6 +64,8 @@ def divided(row: Divided, around: Any) -> tuple[Outcome, list[tuple[int, ...]]]:
     from torch import distributed
     from torch.distributed import distributed_c10d as c10d
 
+    # Before anything else stands in place of the class's functions.
+    eliminated_ranks._on_cpu()
     eliminated_ranks.parallel = row.made
     members: list[tuple[int, ...]] = []
 

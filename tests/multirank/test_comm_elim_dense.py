@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -235,18 +236,23 @@ def test_each_rewrite_is_switched_off_by_name_and_training_is_the_same() -> None
                 assert meets[name].items() <= without.meetings.items(), (name, without.meetings)
 
 
-def nobody_met(strict: bool) -> tuple[dict[str, int], dict[str, str]]:
-    """A case in which TorchRec does not meet other ranks, as all have the flag."""
+def hardly_met() -> list[tuple[dict[str, int], dict[str, str]]]:
+    """A case in which TorchRec meets once, for its flag, or not at all, as all have it; and a strict block."""
     from torchrec.distributed import collective_utils
 
     from initopt import eliminated
 
-    collective_utils._INITIALIZED = True
-    found = outcome(Case("EBC", ("table_wise", "row_wise"), dense=False, steps=0), lambda: eliminated(strict=strict))
-    return found.meetings, found.kept
+    case = Case("EBC", ("table_wise", "row_wise"), dense=False, steps=0)
+    found = []
+    for known, strict in ((False, False), (True, False), (True, True)):
+        collective_utils._INITIALIZED = known
+        one = outcome(case, partial(eliminated, strict=strict))
+        found.append((one.meetings, one.kept))
+    return found
 
 
-def test_where_torchrec_meets_nobody_no_meeting_is_added() -> None:
-    for meetings, kept in fork_ranks(nobody_met, False):
-        assert meetings == {} and set(kept.values()) == {"TorchRec meets nobody there"}
-    assert [meetings for meetings, _ in fork_ranks(nobody_met, True)] == [{"all_gather_into_tensor": 1}] * 2
+def test_where_torchrec_meets_once_at_most_it_is_left_alone() -> None:
+    for once, never, strict in fork_ranks(hardly_met):
+        assert once[0] == {"broadcast_object_list": 1} and never[0] == {}
+        assert set(once[1].values()) == set(never[1].values()) == {"there is no more than one meeting"}
+        assert strict == ({"all_gather_into_tensor": 1}, {"ddp_sync": "there is no dense parameter"})

@@ -120,7 +120,7 @@ DIFFERENCES = {
     "rewrites": Difference(
         "rewrites", "ec_metadata", "mc_metadata", lambda: variable("INITOPT_DISABLE", "ec_metadata")
     ),
-    "groups made before": Difference("process groups", "groups made ", "groups made 7 times", groups),
+    "groups made before": Difference("process groups", "groups made: ", "groups made: 7", groups),
 }
 
 

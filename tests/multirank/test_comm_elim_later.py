@@ -82,7 +82,7 @@ def metrics(name: str) -> dict[str, float]:
         module.shutdown()
     else:
         found = module.compute()
-    return {key: float(value) for key, value in found.items() if "mse" in key}
+    return {key: float(value) for key, value in found.items() if key.endswith("|window_mse")}
 
 
 def later(folder: str) -> dict[str, Any]:
@@ -128,14 +128,19 @@ def later(folder: str) -> dict[str, Any]:
     return found
 
 
+# torchmetrics still asks distutils for versions.
+@pytest.mark.filterwarnings("ignore:distutils Version classes:DeprecationWarning")
 def test_checkpoints_metrics_and_groups_made_and_destroyed_later_work_on() -> None:
+    # Once, for all ranks.
+    import torchrec.metrics.cpu_offloaded_metric_module  # noqa: F401
+
     with tempfile.TemporaryDirectory(prefix="initopt-checkpoint-") as folder:
         ranks = fork_ranks(later, str(Path(folder) / "saved"), ranks=4)
+    assert len(ranks[0]["metrics"][0]) == 1 and ranks[0]["metrics"] == [ranks[0]["metrics"][0]] * 2
     for rank, found in enumerate(ranks):
         sums = [1.0 if rank < 2 else 5.0, 2.0 if rank % 2 == 0 else 4.0]
         assert found["sums"] == found["sums again"] == found["sums after all"] == sums
         assert found["loaded"]
         assert found["new names"] == [False, True]
-        for values in found["metrics"]:
-            # (1 + 0 + 1 + 4) / 4: of all ranks.
-            assert values["mse-DefaultTask|window_mse"] == 1.5
+        # (1 + 0 + 1 + 4) / 4: of all ranks. TorchRec gives it to rank 0 alone.
+        assert all(value == 1.5 for values in found["metrics"] for value in values.values())
