@@ -6,11 +6,11 @@ Ranks are forked from one warm process and meet over gloo. Each row is a start o
 TorchRec makes it and with its meetings left out, in turn, round by round, in one process group. *Collectives* are calls
 that meet other ranks while the model is made, the agreement among them; a call may be several messages. *Of all ranks*
 are those that every rank of the job comes to; the goal is two, and ranks with other seeds need a third. *Groups* are
-those that are created on a rank, and how many of them it belongs to. *Made in* is the wall time of the construction on the slowest rank, *in meetings* the part
-of it on the median rank that is spent inside of collectives and the creation of groups, waits included. Ratios are
-TorchRec's over initopt's of the same round, median (lowest ... highest). The state, the metadata, the optimizer, the
-losses of three steps, the metrics and the generator are compared (*equal*); EC with data-parallel tables is not
-trained, which TorchRec can't on a CPU.
+those that are created on a rank, and how many of them it belongs to. *Made in* is the wall time of the construction on
+the slowest rank, *in meetings* the part of it on the median rank that is spent inside of collectives and the creation
+of groups, waits included. Ratios are TorchRec's over initopt's of the same round, median (lowest ... highest). The
+state, the metadata, the optimizer, the losses of three steps, the metrics and the generator are compared (*equal*); EC
+with data-parallel tables is not trained, which TorchRec can't on a CPU.
 
 Where a latency is given it is emulated: each collective of a group sleeps so long, and 0.8 ns a byte, before it starts,
 and nothing else is slower (`benchmarks/trainers/emulation.py`). The creation of a group is not made slower.
