@@ -257,10 +257,12 @@ class Cache(Uncached):
             self._save_aside()
             call_after_compiles(self._save)
 
-    def keep_now(self) -> None:
-        """Keep what was compiled until now, once for all ranks that looked it up together; nothing later."""
-        if self._store is not None and self._outcome.role != "followed":
-            self._save_aside()
+    def keep_now(self) -> threading.Thread | None:
+        """Keep what was compiled until now, once for all ranks that looked it up together; nothing later.
+
+        Returns the thread that does so, None if there is nothing to do.
+        """
+        return self._save_aside() if self._store is not None and self._outcome.role != "followed" else None
 
     def by_one_rank(self, what: str, work: Callable[[Callable[[str], None]], str]) -> Outcome:
         """Do `work` on one of the ranks whose compiler uses the same folder; return on each when it is done.
@@ -349,9 +351,11 @@ class Cache(Uncached):
                 if not within(ANSWER, lambda: store.has(self.key)):
                     self._save(self._patience)
 
-    def _save_aside(self) -> None:
+    def _save_aside(self) -> threading.Thread:
         # Not a daemon: it takes moments, and what it writes is for the next start even if this job ends now.
-        threading.Thread(target=self._save, name="initopt-compile-cache").start()
+        thread = threading.Thread(target=self._save, name="initopt-compile-cache")
+        thread.start()
+        return thread
 
     def _differs(self) -> None:
         """Remember that this rank has other graphs than the one that compiled for it, and needs another leader."""

@@ -51,6 +51,7 @@ class CompiledOnce:
         self._hit = False
         self._turn: _Turn | None = None
         self._led = self._followed = 0
+        self._leader = -1
         self._waited = 0.0
         self._place = ""
 
@@ -64,18 +65,22 @@ class CompiledOnce:
         """Keep what was compiled until now for the next start, on a thread of its own."""
         if self._cache is None:
             return
-        if self._hit:
-            said = f"compiled code of an earlier start was there ({self._cache.found.files} files)"
-        else:
-            said = f"{self._led} compiles were made for all ranks of this host, and are kept"
-        if self._followed:
-            said += f"; {self._followed} were made by another rank"
+        count = self._cache.found.files
+        told = [
+            f"compiled code of an earlier start was there{f' ({count} files)' if count else ''}" if self._hit else "",
+            f"{self._led} compiles were made here, for all ranks of this host, and are kept" if self._led else "",
+            f"{self._followed} compiles were made by rank {self._leader}" if self._followed else "",
+        ]
+        said = "; ".join(filter(None, told))
         self._saying.applied(NAME, said, self._place)
         self._saying.code(self._found(self._cache))
         if not self._hit:
             text = "the parts of a model that `initopt.Compile` is told compile before the first batch is there"
             self._saying.advise(Advised(text, self._place, {}))
-        self._cache.keep_now()
+        saving = self._cache.keep_now()
+        if saving is not None:
+            # No fork meanwhile: a loader's worker would inherit what that thread holds.
+            os.register_at_fork(before=saving.join)
 
     def end(self) -> None:
         """Hear of compiles no more."""
@@ -103,11 +108,11 @@ class CompiledOnce:
                 turn.over()
                 self._led += turn.leads
                 self._followed += not turn.leads
+                self._leader = turn.leader
 
     def _open(self) -> None:
-        import torch
-
-        distributed: Any = sys.modules["torch.distributed"]
+        torch: Any = sys.modules["torch"]
+        distributed = torch.distributed
         self._place = self._saying.here()
         why = self._why_not()
         if why:
@@ -144,16 +149,16 @@ class CompiledOnce:
         if config.force_disable_caches or not config.fx_graph_cache:
             return "torch's caches of compiled code are switched off"
         base = Path(cache_dir())
+        base = base.parent if base.name.startswith("initopt-") else base
         if any((base / name).is_dir() for name in _OTHERS) and not any(base.glob("initopt-*")):
             return f"torch's own cache in {base} is in use, and stays so: a first start would compile all of it anew"
         return ""
 
     def _found(self, cache: Cache) -> CompileCache:
-        led = self._followed == 0 or self._led > 0
-        alone = cache.ranks.world_size == 1
+        alone = cache.ranks.world_size == 1 or not (self._led or self._followed)
         return CompileCache(
-            role="alone" if alone else "leader" if led else "follower",
-            leader=cache.ranks.rank if led else -1,
+            role="alone" if alone else "leader" if self._led else "follower",
+            leader=self._leader,
             waited=self._waited,
             hit=self._hit,
             files=cache.found.files,
@@ -167,6 +172,7 @@ class _Turn:
 
     def __init__(self, cache: Cache, what: str) -> None:
         self.leads = False
+        self.leader = -1
         self._cache = cache
         self._what = what
         self._may_go = threading.Event()
@@ -194,6 +200,7 @@ class _Turn:
             return ""
 
         try:
-            self._cache.by_one_rank(self._what, work)
+            outcome = self._cache.by_one_rank(self._what, work)
+            self.leader = self._cache.ranks.rank if outcome.leader is None else outcome.leader
         finally:
             self._may_go.set()

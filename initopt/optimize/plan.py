@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ class Plan:
     def __init__(self, together: Together, saying: Saying) -> None:
         self._together = together
         self._saying = saying
+        self._here = threading.local()
 
     def instead(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What is called in place of `plan` or `collective_plan`."""
@@ -32,7 +34,7 @@ class Plan:
         def plan(planner: Any, *args: Any, **kwargs: Any) -> Any:
             made_fast = self._make_fast(planner)
             result = function(planner, *args, **kwargs)
-            if made_fast:
+            if made_fast and not getattr(self._here, "with_others", False):
                 self._say_parts(planner)
             return result
 
@@ -59,7 +61,11 @@ class Plan:
                 self._saying.left(NAME, why)
                 return function(planner, *args, **kwargs)
             sharders = get_default_sharders() if sharders is None else sharders
-            own = plan_locally(planner, model, sharders, rank=distributed.get_rank(group))
+            self._here.with_others = True
+            try:
+                own = plan_locally(planner, model, sharders, rank=distributed.get_rank(group))
+            finally:
+                self._here.with_others = False
             plan = agree_on_plan(own, group, device)
             what = (
                 f"rank 0 made the sharding plan for all: {own.why}" if own.why else "every rank made the sharding plan"

@@ -67,7 +67,7 @@ class EarlyStore:
         def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
             if not self._is_for(url, rank, world_size, kwargs):
                 return function(url, rank, world_size, **kwargs)
-            return self._handed_over(lambda: function(url, rank, world_size, **kwargs))
+            return self._handed_over(lambda: function(url, rank, world_size, **kwargs), **kwargs)
 
         return rendezvous
 
@@ -86,7 +86,9 @@ class EarlyStore:
         self._saying.left(NAME, "the script's rendezvous is not the one that torchrun has set up")
         return False
 
-    def _handed_over(self, otherwise: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _handed_over(
+        self, otherwise: Callable[[], Iterator[Any]], timeout: timedelta = timedelta(minutes=30)
+    ) -> Iterator[Any]:
         self._taken = True
         _wait()
         store, self._store = self._store, None
@@ -95,7 +97,8 @@ class EarlyStore:
             yield from otherwise()
             return
         self._saying.applied(NAME, "the job's store was reached during the imports")
-        # Who has asked sets the timeout.
+        # That of connecting was ours; torch's default is half an hour.
+        store.set_timeout(timeout)
         yield store, int(self._asked[2] or 0), int(self._asked[3] or 0)
         yield from otherwise()
 
