@@ -108,6 +108,8 @@ class WatchedRun:
         with self._fail_safe():
             if current_recorder() is not self._recorder:
                 # The script has a recorder of its own, and needs no second one.
+                if self._optimizing is not None and os.environ.get("RANK", "0") == "0":
+                    _say("the script has a recorder of its own, so nothing is optimized")
                 self._leave()
                 return False
             if forked:
