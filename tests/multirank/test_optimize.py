@@ -17,7 +17,7 @@ from initopt.record import Optimized
 from initopt.runs import Run
 from tests.multirank.forked import fork_ranks
 from tests.multirank.launch import REPOSITORY
-from tests.multirank.optimized_ranks import Outcome, compiling_rank, rank_of
+from tests.multirank.optimized_ranks import LARGE, Outcome, compiling_rank, rank_of
 
 LIMIT = 60.0
 
@@ -65,9 +65,12 @@ def test_the_training_is_the_same_with_fewer_meetings(kind: str, tmp_path: Path)
             assert "every rank made the sharding plan" in told["plan", True]
             assert "by ddp_sync" in told["eliminate", True]
     if kind == "default plan":
-        assert [one.fills for one in (*stock, *recorded)] == [2] * 4
+        # One rank has the large table. What fills it once are threads of ours, which torch does not see.
+        assert sorted(one.fills for one in stock) == sorted(one.fills for one in recorded) == [0, 2]
         assert [one.fills for one in optimized] == [0, 0]
-        assert "MB of tables were not filled twice" in said(after)["fill-once", True]
+        rank = max((0, 1), key=lambda rank: stock[rank].fills)
+        assert said(after, rank)["fill-once", True] == f"{LARGE * 64 * 4 / 1e6:.1f} MB of tables were not filled twice"
+        assert "table_fill" in {span.name for span in after.of_rank(rank)}
 
 
 def test_an_error_in_there_looks_as_in_torchrec(tmp_path: Path) -> None:
