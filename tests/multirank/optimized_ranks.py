@@ -148,7 +148,8 @@ def train(kind: str, outcome: Outcome) -> None:
         pass
 
     class Parallel(DistributedModelParallel):  # type: ignore[misc]
-        pass
+        def init_data_parallel(self) -> None:
+            super().init_data_parallel()
 
     class Pipeline(TrainPipelineSparseDist):  # type: ignore[misc,type-arg]
         pass
