@@ -13,7 +13,7 @@ NAME = "eliminate"
 
 @contextmanager
 def eliminate(together: Together, saying: Saying, *, plan: bool) -> Iterator[None]:
-    """Around the making of one DistributedModelParallel, on every rank. With `plan` its own plan may be made on each."""
+    """Around the making of one DistributedModelParallel, on every rank. With `plan` each may make the plan of it."""
     why = together.why_not()
     if why:
         saying.left(NAME, why)
