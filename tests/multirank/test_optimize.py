@@ -66,12 +66,11 @@ def test_the_training_is_the_same_with_fewer_meetings(kind: str, tmp_path: Path)
             assert "sharding plan" in told["plan", True]
             assert "by ddp_sync" in told["eliminate", True]
     if kind == "default plan":
-        # One rank has the large table. What fills it once are threads of ours, which torch does not see.
+        # One rank has the large table.
         assert sorted(one.fills for one in stock) == sorted(one.fills for one in recorded) == [0, 2]
-        assert [one.fills for one in optimized] == [0, 0]
+        assert sorted(one.fills for one in optimized) == [0, 1]
         rank = max((0, 1), key=lambda rank: stock[rank].fills)
         assert said(after, rank)["fill-once", True] == f"{LARGE * 64 * 4 / 1e6:.1f} MB of tables were not filled twice"
-        assert "table_fill" in {span.name for span in after.of_rank(rank)}
 
 
 def test_an_error_in_there_looks_as_in_torchrec(tmp_path: Path) -> None:
