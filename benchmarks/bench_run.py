@@ -4,8 +4,8 @@
     python -m benchmarks.bench_run --ranks 2 --runs 5 -- train.py ARGS   # any script, or -m MODULE ARGS
 
 Both sides are recorded, so the recorder's own cost is in both. Besides the table of `initopt bench` it says how many
-meetings of ranks there were before the first batch, and whether what the script printed on stdout was the same (lines
-of JSON only: a trainer's losses). Without them, and without digests in the record, nothing shows that the training was.
+meetings of ranks there were before the first batch, and whether what the script printed on stdout was the same (objects of
+JSON only, such as a trainer's losses). Without them, and without digests in the record, nothing shows that the training was.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from initopt import Run, bench
@@ -40,19 +41,18 @@ def measure(script: Sequence[str], *, ranks: int, runs: int, warmup: int, root: 
 
 
 def printed(side: bench.Side, folder: Path) -> set[tuple[str, ...]]:
-    """The lines of JSON of each run, in no order: ranks print as they come."""
-    found = set()
-    for sample in side.samples:
-        lines = (folder / sample.log).read_text(errors="replace").splitlines()
-        found.add(tuple(sorted(line for line in lines if _is_json(line))))
-    return found
+    """The JSON objects that each run printed, in no order: ranks print as they come, some into the same line."""
+    return {tuple(sorted(_objects((folder / sample.log).read_text(errors="replace")))) for sample in side.samples}
 
 
-def _is_json(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+def _objects(text: str) -> Iterator[str]:
+    decoder, at = json.JSONDecoder(), text.find("{")
+    while at >= 0:
+        end = at + 1
+        with suppress(ValueError):
+            _, end = decoder.raw_decode(text, at)
+            yield text[at:end]
+        at = text.find("{", end)
 
 
 def meetings(side: bench.Side, folder: Path) -> list[int]:
@@ -71,7 +71,7 @@ def lines(measured: bench.Bench, root: Path) -> list[str]:
     said = printed(measured.stock, folder), printed(measured.initopt, folder)
     told = [f"Meetings of ranks before the first training step: {_range(before)} -> {_range(after)} (rank 0)."]
     if said[0] == {()}:
-        told.append("The script printed no lines of JSON, so nothing printed can be compared.")
+        told.append("The script printed no JSON, so nothing printed can be compared.")
     elif len(said[0]) > 1:
         told.append("The script itself does not print the same twice, so nothing printed can be compared.")
     else:
