@@ -4,8 +4,8 @@
     python -m benchmarks.bench_run --ranks 2 --runs 5 -- train.py ARGS   # any script, or -m MODULE ARGS
 
 Both sides are recorded, so the recorder's own cost is in both. Besides the table of `initopt bench` it says how many
-meetings of ranks there were before the first batch, and whether what the script printed on stdout was the same (objects of
-JSON only, such as a trainer's losses). Without them, and without digests in the record, nothing shows that the training was.
+meetings of ranks there were before the first batch, and whether what the script printed was the same (objects of JSON
+only, such as a trainer's losses). Without them, and without digests in the record, nothing shows that the training was.
 """
 
 from __future__ import annotations
