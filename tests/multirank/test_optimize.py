@@ -13,6 +13,7 @@ import pytest
 from initopt.chain import finished_ranks
 from initopt.compile_cache import board, instruction_sets
 from initopt.optimizations import NAMES
+from initopt.optimize import compiled
 from initopt.record import Optimized
 from initopt.runs import Run
 from tests.multirank.forked import fork_ranks
@@ -135,6 +136,7 @@ def test_one_rank_compiles_for_all_and_a_start_on_an_empty_disk_for_none(
     monkeypatch.setattr(instruction_sets, "ask", lambda: None)
     monkeypatch.setattr(instruction_sets, "verdicts", lambda: {"any": True})
     monkeypatch.setattr(board, "POLL", 0.01)
+    monkeypatch.setattr(compiled, "share_of_rank", lambda: 1)
     runs = tmp_path / "runs"
 
     def started(folder: str, names: tuple[str, ...] | None) -> list[dict[str, object]]:
