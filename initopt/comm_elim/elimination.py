@@ -22,6 +22,7 @@ from initopt.comm_elim import assumed, default_plan, dp_tables, ec_metadata, gro
 from initopt.comm_elim import ddp_sync as ddp
 from initopt.comm_elim.assumed import Dense
 from initopt.comm_elim.due import due
+from initopt.optimizations import NAMES
 from initopt.replaced import on_this_thread
 
 REWRITES = ("validation_flag", "plan", "groups", "ec_metadata", "mc_metadata", "dp_tables", "ddp_sync")
@@ -292,7 +293,7 @@ def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:
         raise ValueError(f"there is no rewrite {unknown[0]!r}; there are {', '.join(REWRITES)}")
     off = [name.strip() for name in os.environ.get(_OFF, "").split(",") if name.strip()]
     for name in off:
-        if name not in REWRITES:
+        if name not in (*REWRITES, *NAMES):
             warnings.warn(
                 f"initopt: {_OFF} names {name!r}, which is no rewrite; there are {', '.join(REWRITES)}", stacklevel=4
             )
