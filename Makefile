@@ -27,6 +27,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.bench_autotune
 	$(BIN)/python -m benchmarks.bench_tables
 	$(BIN)/python -m benchmarks.bench_launch
+	$(BIN)/python -m benchmarks.bench_run
 	$(BIN)/python -m benchmarks.bench_collectives
 	$(BIN)/python -m benchmarks.startup
 

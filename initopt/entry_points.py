@@ -18,7 +18,17 @@ from typing import Any, Literal, Protocol
 from initopt.hooks import HIDDEN, drop_frame, namespaces
 
 Event = Literal[
-    "backward", "batch", "checkpoint", "dmp", "group", "loader", "new_group", "plan", "progress", "rendezvous"
+    "backward",
+    "batch",
+    "checkpoint",
+    "dmp",
+    "group",
+    "loader",
+    "loader_made",
+    "new_group",
+    "plan",
+    "progress",
+    "rendezvous",
 ]
 
 
@@ -41,6 +51,7 @@ ENTRY_POINTS = (
     EntryPoint(_C10D, "init_process_group", "group", _TORCH),
     EntryPoint(_C10D, "rendezvous", "rendezvous", _TORCH),
     EntryPoint(_C10D, "new_group", "new_group", _TORCH),
+    EntryPoint("torch.utils.data.dataloader", "DataLoader.__init__", "loader_made", _TORCH),
     EntryPoint("torch.utils.data.dataloader", "DataLoader.__iter__", "loader", _TORCH),
     # Private, as is all that a loader's iterator is.
     EntryPoint("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", "batch", _TORCH),
@@ -73,6 +84,9 @@ class Watcher(Protocol):
 
     def around(self, event: Event, arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
         """What is entered before the call and left after it. May only raise what the call raises."""
+
+    def instead(self, event: Event, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of `function`, mostly itself."""
 
     def becomes_rank(self) -> bool:
         """The default group is about to be made. Whether its function is to be looked up anew."""
@@ -170,7 +184,7 @@ class Hooks:
                 return function(*args, **kwargs)
             try:
                 with watcher.around(event, (*args, *kwargs.values())):
-                    return function(*args, **kwargs)
+                    return watcher.instead(event, function)(*args, **kwargs)
             except BaseException as raised:
                 drop_frame(raised)
                 raise
@@ -209,8 +223,9 @@ class Hooks:
         timed.__code__ = timed.__code__.replace(co_filename=HIDDEN)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            found = function(*args, **kwargs)
-            return timed(found) if self.on and watcher.here() else found
+            if not self.on or not watcher.here():
+                return function(*args, **kwargs)
+            return timed(watcher.instead("rendezvous", function)(*args, **kwargs))
 
         return call
 

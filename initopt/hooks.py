@@ -528,6 +528,21 @@ def drop_frame(raised: BaseException) -> None:
         raised.__traceback__ = trace.tb_next
 
 
+def drop_own_frames(raised: BaseException, folder: str) -> None:
+    """Take the frames of code in `folder` out of the traceback, unless it was that code which raised."""
+    traces = []
+    trace = raised.__traceback__
+    while trace is not None:
+        traces.append(trace)
+        trace = trace.tb_next
+    kept = [one for one in traces if not one.tb_frame.f_code.co_filename.startswith(folder + os.sep)]
+    if not kept or kept[-1] is not traces[-1]:
+        return
+    for one, following in zip(kept, [*kept[1:], None], strict=True):
+        one.tb_next = following
+    raised.__traceback__ = kept[0]
+
+
 class CallSites:
     """Finds `file:line` of the code that called into folders `inside`, and the functions that led there."""
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from initopt import bench
+from initopt.advice import advice
 from initopt.chain import (
     SKEW,
     UNNAMED,
@@ -138,6 +139,8 @@ def summary(run: Run, *, width: int = 80) -> View:
     if found:
         saves = f": ~{seconds(max(0.0, together(run)))} sooner without" if any(f.saves for f in found) else ""
         lines += _wrap(f"The first batch did not need {_count(len(found), 'thing')} before it{saves} (defer)", width)
+    if run.optimized:
+        lines += _optimized(run, data, width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     more = [*(["compile"] if data["compile"] is not None else []), *(["imports"] if run.imported else [])]
     more += ["defer"] if found else []
@@ -769,6 +772,29 @@ def _warned(warnings: Iterable[str], width: int) -> list[Text]:
     return [line for warning in warnings for line in _wrap(f"! {warning}", width, "yellow", indent=2)]
 
 
+def _optimized(run: Run, data: dict[str, Any], width: int) -> list[Text]:
+    """What `initopt.run --optimize` did, what it left alone and why, and what the script could do itself."""
+    done = [one for one in run.optimized if one.applied]
+    left = [one for one in run.optimized if not one.applied]
+    could = advice(run)
+    data["optimized"] = [asdict(one) for one in run.optimized]
+    data["advice"] = [asdict(one) for one in could]
+    lines = [Text()]
+    for title, found in (("Optimized", done), ("As it was", left)):
+        said: dict[tuple[str, str, str], list[int]] = {}
+        for one in found:
+            said.setdefault((one.name, one.text, one.place), []).append(one.rank)
+        for (name, text, place), ranks in said.items():
+            at = f" ({place})" if place else ""
+            which = "" if len(set(ranks)) == len(run.headers) else f", rank {ranks_in_short(sorted(set(ranks)))}"
+            lines += _wrap(f"{title:<9}  {name}: {text}{at}{which}", width, indent=11)
+    for tip in could:
+        saves = "·" if tip.saves is None else f"~{seconds(tip.saves)}"
+        lines += _wrap(f"{'Advice':<9}  {tip.place or 'the script'}: {saves}  {tip.text}", width, indent=11)
+    lines.append(Text())
+    return lines
+
+
 def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
     lines = _head(run, width)
     lines.append(Text(f"No rank reached its {run.goal}.", style=LONGEST))
@@ -784,6 +810,8 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
             lines += _wrap(f"  rank {rank}: {what} after {seconds(last.end - run.zero[rank])}", width)
     data["stopped"] = stopped
     lines += _notes(run, width)
+    if run.optimized:
+        lines += _optimized(run, data, width)
     lines.append(_next("blame"))
     return View(tuple(lines), data, finding=True)
 
