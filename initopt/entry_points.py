@@ -65,6 +65,8 @@ ENTRY_POINTS = (
         "torchrec.distributed.model_parallel", "DistributedModelParallel.load_state_dict", "checkpoint", _TORCHREC
     ),
     EntryPoint("torchrec.distributed.model_parallel", "DistributedModelParallel.__init__", "dmp", _TORCHREC),
+    # Of a collection, which is one that is divided in two dimensions, first its own and then that of the other.
+    EntryPoint("torchrec.distributed.model_parallel", "DMPCollection.__init__", "dmp", _TORCHREC),
     EntryPoint("torchrec.distributed.planner.planners", "EmbeddingPlannerBase.collective_plan", "plan", _TORCHREC),
     EntryPoint("torchrec.distributed.planner.planners", "EmbeddingShardingPlanner.collective_plan", "plan", _TORCHREC),
     EntryPoint("torchrec.distributed.planner.planners", "EmbeddingShardingPlanner.plan", "plan", _TORCHREC),

@@ -17,17 +17,18 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from initopt.entry_points import Event, Hooks
 from initopt.first_training_step import FirstStep, Trained
 from initopt.imports import Recording, record_imports, recording
-from initopt.optimize.applied import Optimizing
-from initopt.optimize.saying import Saying
 from initopt.own_lines import Between, Moment, Own
 from initopt.process_tree import cpu_seconds
 from initopt.record import FIRST_STEP, Recorder, Span, Usage, current_recorder, run_numbers, run_root
 from initopt.run import Wanted, forget, wanted
+
+if TYPE_CHECKING:
+    from initopt.optimize.applied import Optimizing
 
 THROWN_AWAY = "thrown_away_step"
 """A training step whose outcome was overwritten from a checkpoint before the next one."""
@@ -80,6 +81,10 @@ class WatchedRun:
         if self._optimizing is not None:
             self._optimizing.end()
         if self._asked.optimize:
+            # Who only records does not pay for these.
+            from initopt.optimize.applied import Optimizing
+            from initopt.optimize.saying import Saying
+
             saying = Saying(lambda: self._recorder, self._place)
             is_script = self._asked.program == self._pid
             self._optimizing = Optimizing(self._asked.optimize, self._asked.name, saying, is_script=is_script)
@@ -108,6 +113,8 @@ class WatchedRun:
         with self._fail_safe():
             if current_recorder() is not self._recorder:
                 # The script has a recorder of its own, and needs no second one.
+                if self._optimizing is not None and os.environ.get("RANK", "0") == "0":
+                    _say("the script has a recorder of its own, so nothing is optimized")
                 self._leave()
                 return False
             if forked:

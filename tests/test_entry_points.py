@@ -85,7 +85,7 @@ def test_all_is_hooked_and_all_is_as_before(noted: tuple[Noted, Hooks], monkeypa
         model(rows).sum().backward()
     optimizer.step()
     model.load_state_dict(model.state_dict())
-    assert watcher.told == ["module", "loader", "batch", "backward", "batch", "stepped", "checkpoint"]
+    assert watcher.told == ["module", "loader_made", "loader", "batch", "backward", "batch", "stepped", "checkpoint"]
 
     hooks.take_out()
     assert everything() == before

@@ -174,7 +174,7 @@ def test_the_summary_says_what_was_done_and_what_was_not(tmp_path: Path) -> None
         for one in (
             Optimized("plan", True, "every rank made the sharding plan", "train.py:12", rank),
             Optimized("eliminate", False, "Mine is not TorchRec's own", "train.py:20", rank),
-            Advised("call iter() of this loader where it is made", "train.py:30", {"loader": 1.0}, rank),
+            Advised("call iter() of this loader where it is made", "train.py:30", {"model": 1.0}, rank),
         )
     ]
     run = Run.load(write_run(tmp_path, serial_spans(), extra=extra))

@@ -21,7 +21,7 @@ from initopt.agreement import Agreement, Difference
 from initopt.comm_elim import assumed, dp_tables, ec_metadata, groups, mc_metadata, validation_flag
 from initopt.comm_elim import ddp_sync as ddp
 from initopt.comm_elim.assumed import Dense
-from initopt.optimizations import DISABLE, NAMES
+from initopt.optimizations import NAMES
 from initopt.replaced import on_this_thread
 
 REWRITES = ("validation_flag", "groups", "ec_metadata", "mc_metadata", "dp_tables", "ddp_sync")
@@ -30,6 +30,7 @@ REWRITES = ("validation_flag", "groups", "ec_metadata", "mc_metadata", "dp_table
 TESTED = {"torch": "2.13.", "torchrec": "1.9."}
 """The versions whose code between two meetings is known. With others nothing is left out."""
 
+_OFF = "INITOPT_DISABLE"
 _FORMS, _VALUES = "dense parameters", "values of dense parameters"
 
 
@@ -231,11 +232,11 @@ def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:
     unknown = [name for name in wanted if name not in REWRITES]
     if unknown:
         raise ValueError(f"there is no rewrite {unknown[0]!r}; there are {', '.join(REWRITES)}")
-    off = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
+    off = [name.strip() for name in os.environ.get(_OFF, "").split(",") if name.strip()]
     for name in off:
         if name not in (*REWRITES, *NAMES):
             warnings.warn(
-                f"initopt: {DISABLE} names {name!r}, which is no rewrite; there are {', '.join(REWRITES)}", stacklevel=4
+                f"initopt: {_OFF} names {name!r}, which is no rewrite; there are {', '.join(REWRITES)}", stacklevel=4
             )
     import torchrec  # noqa: F401  its version is asked for
 

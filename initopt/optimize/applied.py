@@ -6,6 +6,7 @@ can't act what was there is called, as it was.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -65,7 +66,7 @@ class Optimizing:
         if event == "plan" and "plan" in self._on:
             return _clean(self._plan.instead(function))
         if event == "dmp" and {"eliminate", "fill-once"} & set(self._on) and not getattr(self._here, "in_dmp", False):
-            return _clean(self._dmp)
+            return _clean(functools.partial(self._dmp, function.__qualname__.partition(".")[0]))
         if event == "rendezvous" and self._early is not None:
             return self._early.instead(function)
         return function
@@ -108,12 +109,12 @@ class Optimizing:
         if self._early is not None:
             self._early.end()
 
-    def _dmp(self, *args: Any, **kwargs: Any) -> None:
-        from torchrec.distributed.model_parallel import DistributedModelParallel
-
+    def _dmp(self, kind: str, *args: Any, **kwargs: Any) -> None:
+        """Make one of the kind, which is the name of a class of TorchRec."""
+        parallel = sys.modules["torchrec.distributed.model_parallel"]
         around: dict[str, Callable[[], Any]] = {
             "fill-once": lambda: filled_once(self._saying),
-            "eliminate": lambda: eliminate(self._together, self._saying),
+            "eliminate": lambda: eliminate(self._together, self._saying, plan="plan" in self._on),
         }
         self._here.in_dmp = True
         try:
@@ -123,7 +124,7 @@ class Optimizing:
                         with self._saying.costs_only(name):
                             stack.enter_context(block())
                 # Looked up anew: the blocks have put something in its place.
-                DistributedModelParallel.__init__(*args, **kwargs)
+                getattr(parallel, kind).__init__(*args, **kwargs)
         finally:
             self._here.in_dmp = False
 

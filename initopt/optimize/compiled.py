@@ -72,6 +72,8 @@ class CompiledOnce:
             f"{self._followed} compiles were made by rank {self._leader}" if self._followed else "",
         ]
         said = "; ".join(filter(None, told))
+        if not said:
+            return
         self._saying.applied(NAME, said, self._place)
         self._saying.code(self._found(self._cache))
         if not self._hit:
@@ -91,7 +93,8 @@ class CompiledOnce:
                     callbacks.remove(ours)
 
     def _starts(self, about: Any) -> None:
-        if os.getpid() != self._pid:
+        # Another backend than Inductor, which is not imported for this: it has no such cache.
+        if os.getpid() != self._pid or "torch._inductor" not in sys.modules:
             return
         with self._saying.costs_only(NAME):
             if not self._began:

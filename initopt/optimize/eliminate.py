@@ -12,16 +12,16 @@ NAME = "eliminate"
 
 
 @contextmanager
-def eliminate(together: Together, saying: Saying) -> Iterator[None]:
-    """Around the making of one DistributedModelParallel, on every rank."""
+def eliminate(together: Together, saying: Saying, *, plan: bool) -> Iterator[None]:
+    """Around the making of one DistributedModelParallel, on every rank. With `plan` each may make the plan of it."""
     why = together.why_not()
     if why:
         saying.left(NAME, why)
         yield
         return
-    from initopt.comm_elim.elimination import eliminated
+    from initopt.comm_elim.elimination import REWRITES, eliminated
 
-    with eliminated() as elimination:
+    with eliminated([name for name in REWRITES if plan or name != "plan"]) as elimination:
         yield
     if elimination.left_out:
         saying.applied(NAME, elimination.summary())

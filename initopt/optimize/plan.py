@@ -32,9 +32,11 @@ class Plan:
 
     def _sooner(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def plan(planner: Any, *args: Any, **kwargs: Any) -> Any:
-            made_fast = self._make_fast(planner)
+            known = self._is_known(planner)
+            if known:
+                self._make_fast(planner)
             result = function(planner, *args, **kwargs)
-            if made_fast and not getattr(self._here, "with_others", False):
+            if known and not getattr(self._here, "with_others", False):
                 self._say_parts(planner)
             return result
 
@@ -42,7 +44,7 @@ class Plan:
 
     def _on_all_ranks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def collective_plan(planner: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._make_fast(planner):
+            if not self._is_known(planner):
                 return function(planner, *args, **kwargs)
             from torch import distributed
             from torchrec.distributed.model_parallel import get_default_sharders
@@ -54,12 +56,13 @@ class Plan:
             model, sharders, group = (given.arguments[name] for name in ("module", "sharders", "pg"))
             group = distributed.group.WORLD if group is None else group
             device = _device(group) if group is not None and distributed.get_world_size(group) > 1 else None
-            if device is None:
-                return function(planner, *args, **kwargs)
-            why = self._together.why_not()
+            why = self._together.why_not() if device is not None else ""
             if why:
                 self._saying.left(NAME, why)
+            if device is None or why:
                 return function(planner, *args, **kwargs)
+            # Where it can't be made fast, the ranks still meet: the others do.
+            self._make_fast(planner)
             sharders = get_default_sharders() if sharders is None else sharders
             self._here.with_others = True
             try:
@@ -67,26 +70,27 @@ class Plan:
             finally:
                 self._here.with_others = False
             plan = agree_on_plan(own, group, device)
-            what = (
-                f"rank 0 made the sharding plan for all: {own.why}" if own.why else "every rank made the sharding plan"
-            )
-            self._saying.applied(NAME, "; ".join((what, *own.remarks)))
+            if own.why:
+                self._saying.left(NAME, f"rank 0 made the sharding plan for all: {own.why}")
+            else:
+                self._saying.applied(NAME, "; ".join(("every rank made the sharding plan", *own.remarks)))
             return plan
 
         return collective_plan
 
-    def _make_fast(self, planner: Any) -> bool:
-        """Whether the planner is TorchRec's own, and was made fast; if not, why is said."""
+    def _is_known(self, planner: Any) -> bool:
+        """Whether the planner is TorchRec's own; if not, that is said."""
+        planners: Any = sys.modules["torchrec.distributed.planner.planners"]
+        if type(planner) is planners.EmbeddingShardingPlanner:
+            return True
+        self._saying.left(NAME, f"{type(planner).__name__} is a planner of the trainer's own")
+        return False
+
+    def _make_fast(self, planner: Any) -> None:
         with self._saying.costs_only(NAME):
-            planners: Any = sys.modules["torchrec.distributed.planner.planners"]
-            if type(planner) is not planners.EmbeddingShardingPlanner:
-                self._saying.left(NAME, f"{type(planner).__name__} is a planner of the trainer's own")
-                return False
             from initopt.sharding_plan import make_fast
 
             make_fast(planner)
-            return True
-        return False
 
     def _say_parts(self, planner: Any) -> None:
         with self._saying.costs_only(NAME):

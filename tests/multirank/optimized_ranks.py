@@ -45,6 +45,8 @@ class Outcome:
 
 def watched(root: str, names: tuple[str, ...]) -> Any:
     """Watch this process as `initopt.run` has it watched."""
+    import torch
+
     from initopt.entry_points import ENTRY_POINTS
     from initopt.run import VARIABLE, Wanted, _interpreter
     from initopt.watched_run import WatchedRun
@@ -56,6 +58,9 @@ def watched(root: str, names: tuple[str, ...]) -> Any:
     for module in dict.fromkeys([row.module for row in ENTRY_POINTS] + ["torch", "torch._dynamo.callback"]):
         if module in sys.modules:
             run._imported(module)
+    # A fresh process has these names from where they are hooked by then.
+    for name in ("init_process_group", "new_group"):
+        setattr(torch.distributed, name, getattr(torch.distributed.distributed_c10d, name))
     return run
 
 
@@ -143,7 +148,8 @@ def train(kind: str, outcome: Outcome) -> None:
         pass
 
     class Parallel(DistributedModelParallel):  # type: ignore[misc]
-        pass
+        def init_data_parallel(self) -> None:
+            super().init_data_parallel()
 
     class Pipeline(TrainPipelineSparseDist):  # type: ignore[misc,type-arg]
         pass
@@ -221,13 +227,14 @@ def compiling_rank(root: str, folder: str, names: tuple[str, ...] | None) -> dic
     optimizer = torch.optim.SGD([weight], lr=0.1)
 
     @torch.compile
-    def loss_of(rows: torch.Tensor) -> torch.Tensor:
-        return (rows @ weight).sigmoid().sum()
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        # Nothing of this needs a C++ compiler, which takes its time.
+        return rows @ weight
 
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = loss_of(torch.rand(4, 8))
+        loss = product(torch.rand(4, 8)).sigmoid().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         distributed.all_reduce(weight.grad)
         optimizer.step()

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from initopt.chain import finished_ranks
+from initopt.compile_cache import board, instruction_sets
 from initopt.optimizations import NAMES
 from initopt.record import Optimized
 from initopt.runs import Run
 from tests.multirank.forked import fork_ranks
 from tests.multirank.launch import REPOSITORY
-from tests.multirank.optimized_ranks import Outcome, rank_of
+from tests.multirank.optimized_ranks import LARGE, Outcome, compiling_rank, rank_of
 
 LIMIT = 60.0
 
@@ -56,17 +57,21 @@ def test_the_training_is_the_same_with_fewer_meetings(kind: str, tmp_path: Path)
         if kind == "own classes":
             assert now == was
             assert "Planner is a planner of the trainer's own" in told["plan", False]
-            assert "Parallel is not TorchRec's own" in told["eliminate", False]
+            assert "Parallel" in told["eliminate", False]
         else:
             assert was.count("broadcast_object_list") == 2
-            # The plan is compared, then all else; the data-parallel tables are sent.
-            assert now == ["all_gather_into_tensor", "all_gather_into_tensor", "broadcast"]
-            assert "every rank made the sharding plan" in told["plan", True]
+            # The plan is compared, and all else; the data-parallel tables are sent.
+            assert set(now) == {"all_gather_into_tensor", "broadcast"}
+            assert len(now) <= 3 < len(was)
+            assert "sharding plan" in told["plan", True]
             assert "by ddp_sync" in told["eliminate", True]
     if kind == "default plan":
-        assert [one.fills for one in (*stock, *recorded)] == [2] * 4
+        # One rank has the large table. What fills it once are threads of ours, which torch does not see.
+        assert sorted(one.fills for one in stock) == sorted(one.fills for one in recorded) == [0, 2]
         assert [one.fills for one in optimized] == [0, 0]
-        assert "MB of tables were not filled twice" in said(after)["fill-once", True]
+        rank = max((0, 1), key=lambda rank: stock[rank].fills)
+        assert said(after, rank)["fill-once", True] == f"{LARGE * 64 * 4 / 1e6:.1f} MB of tables were not filled twice"
+        assert "table_fill" in {span.name for span in after.of_rank(rank)}
 
 
 def test_an_error_in_there_looks_as_in_torchrec(tmp_path: Path) -> None:
@@ -103,25 +108,56 @@ def torchrun(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_under_torchrun_with_a_restart_the_store_is_handed_over_in_each_attempt(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "--optimize", "-m", "tests.multirank.plain_trainer", "env", "restart")
+def test_under_torchrun_and_its_restart_the_store_is_reached_early(tmp_path: Path) -> None:
+    # Only before there is a group: torch's own ranks may meet stale addresses of the first attempt in the store.
+    done = torchrun(tmp_path, "--optimize", "-m", "tests.multirank.plain_trainer", "env", "restart-early")
     assert done.returncode == 0, done.stderr
     ranks = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda line: line["rank"])
     assert [line["hooked"] for line in ranks] == [[], []]
     assert [line["environment"] for line in ranks] == [["RANK"], ["RANK"]]
     # The data set, the model and the batches are the same on both.
     assert ranks[0]["losses"] == ranks[1]["losses"]
-    first, second = Run.load(tmp_path / "0001"), Run.load(tmp_path / "0002")
-    assert finished_ranks(first) == []
-    assert finished_ranks(second) == [0, 1]
-    for run in (first, second):
-        for rank in (0, 1):
-            assert said(run, rank)["rendezvous", True] == "the job's store was reached during the imports"
-    assert said(second)["plan", False] == "no sharding planner made a plan"
-    assert said(second)["compile", False].startswith("nothing was compiled")
-    # Torch's own words come before anything of initopt's, and the error is the script's.
+    # The script's error comes first, and whole.
     assert "RuntimeError: the first attempt fails" in done.stderr
-    assert "initopt" not in done.stderr.partition("RuntimeError: the first attempt fails")[0]
-    # Its workers could start while the model is made; nobody but the script can say so.
-    tips = [one for one in second.advised if one.text.startswith("call iter() of this loader")]
-    assert {one.place.partition(":")[0] for one in tips} <= {"plain_trainer.py"}
+    assert "initopt: " not in done.stderr.partition("RuntimeError: the first attempt fails")[0]
+    run = Run.latest(tmp_path)
+    assert finished_ranks(run) == [0, 1]
+    for rank in (0, 1):
+        told = said(run, rank)
+        assert told["rendezvous", True] == "the job's store was reached during the imports"
+        assert told["plan", False] == "no sharding planner made a plan"
+        assert told["compile", False].startswith("nothing was compiled")
+
+
+def test_one_rank_compiles_for_all_and_a_start_on_an_empty_disk_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the C++ compiler can do takes seconds to find out, and is tested elsewhere.
+    monkeypatch.setattr(instruction_sets, "ask", lambda: None)
+    monkeypatch.setattr(instruction_sets, "verdicts", lambda: {"any": True})
+    monkeypatch.setattr(board, "POLL", 0.01)
+    runs = tmp_path / "runs"
+
+    def started(folder: str, names: tuple[str, ...] | None) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = fork_ranks(
+            compiling_rank, str(runs), str(tmp_path / folder), names, timeout=LIMIT
+        )
+        return found
+
+    stock, first = started("stock", None), started("first", NAMES)
+    again, in_use = started("second", NAMES), started("stock", NAMES)
+    losses = [one["losses"] for one in stock]
+    for one in (first, again, in_use):
+        assert [rank["losses"] for rank in one] == losses
+        assert [rank["left"] for rank in one] == [[], []]
+    assert sorted(int(str(rank["misses"])) for rank in first)[0] == 0
+    assert sum(int(str(rank["misses"])) for rank in first) > 0
+    assert [rank["misses"] for rank in again] == [0, 0]
+    told = [[said(Run.load(runs / number), rank) for rank in (0, 1)] for number in ("0001", "0002", "0003")]
+    for rank in (0, 1):
+        assert "compiles were made" in told[0][rank]["compile", True]
+        assert told[1][rank]["compile", True].startswith("compiled code of an earlier start was there")
+        assert "is in use, and stays so" in told[2][rank]["compile", False]
+    assert {one.text for one in Run.load(runs / "0001").advised} == {
+        "the parts of a model that `initopt.Compile` is told compile before the first batch is there"
+    }
