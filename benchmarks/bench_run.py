@@ -128,14 +128,19 @@ def row(name: str, rounds: Sequence[dict[str, Start]]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def became(name: str, rounds: Sequence[dict[str, Start]]) -> list[str]:
-    """What the last optimized start says of each optimization, on rank 0."""
+def became(name: str, rounds: Sequence[dict[str, Start]]) -> str:
+    """What the last optimized start says of each optimization, on rank 0, as a line of a table."""
     run = rounds[-1]["optimized"].run
     assert run is not None
-    lines = dict.fromkeys(
-        f"  - {'applied' if one.applied else 'left'} `{one.name}`: {one.text}" for one in run.optimized if one.rank == 0
-    )
-    return [f"- {name}", *lines]
+    said = [
+        list(
+            dict.fromkeys(
+                f"{one.name}: {one.text}" for one in run.optimized if one.rank == 0 and one.applied == applied
+            )
+        )
+        for applied in (True, False)
+    ]
+    return f"| {name} | {' | '.join('; '.join(texts) for texts in said)} |"
 
 
 def main() -> None:
@@ -151,24 +156,26 @@ def main() -> None:
     names = [name for name in cases if name.startswith(tuple(chosen.trainers))]
     if not names:
         parser.error(f"no trainer's name begins with {' or '.join(chosen.trainers)}: {', '.join(cases)}")
-    # The checkpoint that is continued from. It also brings the data, and all files that are imported, into memory.
-    measure(TORCHRUN, (*EASYREC, str(folder / "continued")), "stock", folder)
+    if not (folder / "continued" / "checkpoint").exists():
+        measure(TORCHRUN, (*EASYREC, str(folder / "continued")), "stock", folder)
+    saved = RESULTS.read_text() if chosen.save and RESULTS.exists() else ""
+    lines = {name: re.findall(rf"^\| {re.escape(name)} \|.*$", saved, re.MULTILINE) for name in cases}
     rounds: dict[str, list[dict[str, Start]]] = {name: [] for name in names}
     for turn in range(chosen.rounds):
         for name in names:
             order = [list(WAYS)[(turn + place) % len(WAYS)] for place in range(len(WAYS))]
             rounds[name].append({way: measure(*cases[name], way, folder) for way in order})
-            print(row(name, rounds[name]), file=sys.stderr, flush=True)
-    table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *(row(name, rounds[name]) for name in names)]
-    notes = [line for name in names for line in became(name, rounds[name])]
-    print("\n".join([*table, "", *notes]))
+            lines[name] = [row(name, rounds[name]), became(name, rounds[name])]
+            print(lines[name][0], file=sys.stderr, flush=True)
+    page = _page([line for line in lines.values() if line], Run.latest(folder / "runs"))
+    print(page)
     if chosen.save:
-        RESULTS.write_text(_page(table, notes, Run.latest(folder / "runs")))
-    if any("DIFFERENT" in line for line in table):
+        RESULTS.write_text(page)
+    if any("DIFFERENT" in lines[name][0] for name in names):
         sys.exit("a trainer did not train the same in all starts")
 
 
-def _page(table: Sequence[str], notes: Sequence[str], last: Run) -> str:
+def _page(rows: Sequence[Sequence[str]], last: Run) -> str:
     header = last.headers[min(last.headers)]
     versions = ", ".join(f"{name} {version}" for name, version in (header.versions or {}).items())
     lines = (
@@ -176,15 +183,19 @@ def _page(table: Sequence[str], notes: Sequence[str], last: Run) -> str:
         "",
         f"`python -m benchmarks.bench_run --save`, {RANKS} ranks on one host of {header.cores} cores,",
         f"{versions}.",
-        "Medians of the trainer as it is, then stock / recorded and stock / optimized: medians of rounds with their range.",
-        "No delay is emulated; the large packages that `easyrec` imports and does not use stand for others.",
+        "Medians of the trainer as it is, then stock / recorded and stock / optimized: medians of rounds with their",
+        "range. No delay is emulated; the large packages that `easyrec` imports and does not use stand for others.",
         "What each column is says [bench_run.py](../bench_run.py).",
         "",
-        *table,
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
+        *(measured for measured, _ in rows),
         "",
-        "What became of each optimization (rank 0, last start):",
+        "What became of each optimization, on rank 0 of the last start:",
         "",
-        *notes,
+        "| trainer | applied | left as it is |",
+        "|---|---|---|",
+        *(said for _, said in rows),
     )
     return "\n".join(lines) + "\n"
 

@@ -21,7 +21,8 @@ from benchmarks.trainers.trained_state import trained_state
 def losses_of(step: Callable[[], torch.Tensor], steps: int) -> list[torch.Tensor]:
     """The loss of each of that many training steps."""
     losses = [step().detach()]
-    print(f"first step at {time.time():.3f}", file=sys.stderr, flush=True)
+    # In one write: the ranks have one stderr.
+    sys.stderr.write(f"first step at {time.time():.3f}\n")
     return losses + [step().detach() for _ in range(steps - 1)]
 
 
