@@ -1,10 +1,11 @@
-"""`compile`: what torch compiles in a start-up is kept for the next start, and made by one rank of each host for all.
+"""`compile`: what torch compiles in a start-up is kept for the next start, and shared by the ranks of a host.
 
 The parts of the model are not known here, so nothing is compiled before its turn. Before the first compile the compiler
 is pointed at a folder for this script and this machine, filled with what earlier starts of the script have left in the
-store (see `compile_cache`). Each graph then is compiled by the first rank that comes to it; the others, which come to
-the same number of compile, wait for that one and find its code. Nobody waits while it compiles itself, so nobody waits
-in a circle. What torch keys its code by stays torch's affair: code of another graph is not found.
+store (see `compile_cache`). Where ranks have no more than a core each, a graph is compiled by the first rank that comes
+to it; the others, which come to the same number of compile, wait for that one and find its code. Nobody waits while it
+compiles itself, so nobody waits in a circle. What torch keys its code by stays torch's affair: code of another graph is
+not found.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from initopt.cores import share_of_rank
 from initopt.optimize.saying import Saying
 from initopt.record import Advised, CompileCache
 
@@ -48,7 +50,7 @@ class CompiledOnce:
         self._handler: Any = None
         self._began = False
         self._cache: Cache | None = None
-        self._hit = False
+        self._hit = self._shares = False
         self._turn: _Turn | None = None
         self._led = self._followed = 0
         self._leader = -1
@@ -70,6 +72,7 @@ class CompiledOnce:
             f"compiled code of an earlier start was there{f' ({count} files)' if count else ''}" if self._hit else "",
             f"{self._led} compiles were made here, for all ranks of this host, and are kept" if self._led else "",
             f"{self._followed} compiles were made by rank {self._leader}" if self._followed else "",
+            "" if self._hit or self._shares else "what each rank compiled is kept",
         ]
         said = "; ".join(filter(None, told))
         if not said:
@@ -100,7 +103,7 @@ class CompiledOnce:
             if not self._began:
                 self._began = True
                 self._open()
-            if self._cache is not None and not self._hit:
+            if self._cache is not None and self._shares:
                 self._turn = _Turn(self._cache, f"{about.callback_trigger.name}/{about.compile_id}")
                 self._waited += self._turn.wait()
 
@@ -137,6 +140,8 @@ class CompiledOnce:
             self._saying.left(NAME, "it could not be found out what compiled code depends on here")
             return
         self._hit = cache.look_up()
+        # Ranks with cores to spare compile at once, and would only be later one after the other.
+        self._shares = not self._hit and share_of_rank() == 1
         self._cache = cache
 
     def _why_not(self) -> str:

@@ -13,6 +13,7 @@ import pytest
 from initopt.chain import finished_ranks
 from initopt.compile_cache import board, instruction_sets
 from initopt.optimizations import NAMES
+from initopt.optimize import compiled
 from initopt.record import Optimized
 from initopt.runs import Run
 from tests.multirank.forked import fork_ranks
@@ -66,12 +67,11 @@ def test_the_training_is_the_same_with_fewer_meetings(kind: str, tmp_path: Path)
             assert "sharding plan" in told["plan", True]
             assert "by ddp_sync" in told["eliminate", True]
     if kind == "default plan":
-        # One rank has the large table. What fills it once are threads of ours, which torch does not see.
+        # One rank has the large table.
         assert sorted(one.fills for one in stock) == sorted(one.fills for one in recorded) == [0, 2]
-        assert [one.fills for one in optimized] == [0, 0]
+        assert sorted(one.fills for one in optimized) == [0, 1]
         rank = max((0, 1), key=lambda rank: stock[rank].fills)
         assert said(after, rank)["fill-once", True] == f"{LARGE * 64 * 4 / 1e6:.1f} MB of tables were not filled twice"
-        assert "table_fill" in {span.name for span in after.of_rank(rank)}
 
 
 def test_an_error_in_there_looks_as_in_torchrec(tmp_path: Path) -> None:
@@ -136,6 +136,7 @@ def test_one_rank_compiles_for_all_and_a_start_on_an_empty_disk_for_none(
     monkeypatch.setattr(instruction_sets, "ask", lambda: None)
     monkeypatch.setattr(instruction_sets, "verdicts", lambda: {"any": True})
     monkeypatch.setattr(board, "POLL", 0.01)
+    monkeypatch.setattr(compiled, "share_of_rank", lambda: 1)
     runs = tmp_path / "runs"
 
     def started(folder: str, names: tuple[str, ...] | None) -> list[dict[str, object]]:
