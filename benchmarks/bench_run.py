@@ -99,8 +99,8 @@ def measure(launcher: Sequence[str], words: Sequence[str], way: str, folder: Pat
         return start
     run = Run.latest(root)
     spans = run.of_rank(0)
-    end = next(span.end for span in spans if span.name == FIRST_STEP)
-    calls = [span for span in spans if span.kind == "collective" and span.step != FIRST_STEP and span.start < end]
+    begun = next(span.start for span in spans if span.name == FIRST_STEP)
+    calls = [span for span in spans if span.kind == "collective" and span.start < begun]
     groups = sum(call.op in MAKES_GROUPS for call in calls)
     return Start(start.first_batch, cpu, said, len(calls) - groups, groups, run)
 
