@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", nargs="+", default=[""], help="only those whose name begins so")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help=f"also write results/{RESULTS.name}")
+    parser.add_argument("--save", action="store_true", help=f"also put the rows into results/{RESULTS.name}")
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = run_root().resolve() / "run"
@@ -156,7 +156,7 @@ def main() -> None:
     names = [name for name in cases if name.startswith(tuple(chosen.trainers))]
     if not names:
         parser.error(f"no trainer's name begins with {' or '.join(chosen.trainers)}: {', '.join(cases)}")
-    if not (folder / "continued" / "checkpoint").exists():
+    if not (folder / "continued" / "checkpoint" / ".metadata").exists():  # its last file
         measure(TORCHRUN, (*EASYREC, str(folder / "continued")), "stock", folder)
     saved = RESULTS.read_text() if chosen.save and RESULTS.exists() else ""
     lines = {name: re.findall(rf"^\| {re.escape(name)} \|.*$", saved, re.MULTILINE) for name in cases}
@@ -167,10 +167,10 @@ def main() -> None:
             rounds[name].append({way: measure(*cases[name], way, folder) for way in order})
             lines[name] = [row(name, rounds[name]), became(name, rounds[name])]
             print(lines[name][0], file=sys.stderr, flush=True)
-    page = _page([line for line in lines.values() if line], Run.latest(folder / "runs"))
+            page = _page([line for line in lines.values() if line], Run.latest(folder / "runs"))
+            if chosen.save:
+                RESULTS.write_text(page)
     print(page)
-    if chosen.save:
-        RESULTS.write_text(page)
     if any("DIFFERENT" in lines[name][0] for name in names):
         sys.exit("a trainer did not train the same in all starts")
 
