@@ -87,7 +87,9 @@ class WatchedRun:
 
             saying = Saying(lambda: self._recorder, self._place)
             is_script = self._asked.program == self._pid
-            self._optimizing = Optimizing(self._asked.optimize, self._asked.name, saying, is_script=is_script)
+            self._optimizing = Optimizing(
+                self._asked.optimize, self._asked.name, self._root, saying, is_script=is_script
+            )
 
     def begin(self, entered: float) -> None:
         """Begin to watch."""

@@ -49,7 +49,7 @@ def test_names_are_taken_away_by_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("INITOPT_DISABLE", "plan, groups,compile")
     assert enabled(NAMES) == ("eliminate", "fill-once", "rendezvous")
     said = Said()
-    optimizing = Optimizing([name for name in NAMES if name != "eliminate"], "train.py", said, is_script=False)
+    optimizing = Optimizing([name for name in NAMES if name != "eliminate"], "train.py", "", said, is_script=False)
     assert optimizing.instead("plan", len) is len
     assert optimizing.instead("dmp", len) is not len
     optimizing.trained()

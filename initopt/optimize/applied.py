@@ -30,12 +30,13 @@ _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Optimizing:
-    """The optimizations of this process. `names` are those that were asked for, `script` is what the job is called.
+    """The optimizations of this process.
 
+    `names` are those that were asked for, `script` is what the job is called, `root` where its runs are kept.
     With `is_script` this process is the one that was started, and not one that it has started.
     """
 
-    def __init__(self, names: Sequence[str], script: str, saying: Saying, *, is_script: bool) -> None:
+    def __init__(self, names: Sequence[str], script: str, root: str, saying: Saying, *, is_script: bool) -> None:
         self._asked = names
         self._on = enabled(names)
         self._saying = saying
@@ -43,7 +44,7 @@ class Optimizing:
         self._plan = Plan(self._together, saying)
         self._loaders = Loaders(saying)
         self._here = threading.local()
-        self._compiled = CompiledOnce(script, saying) if "compile" in self._on else None
+        self._compiled = CompiledOnce(script, root, saying) if "compile" in self._on else None
         early = "rendezvous" in self._on and is_script
         self._early = EarlyStore(saying) if early else None
 

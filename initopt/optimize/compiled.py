@@ -41,10 +41,11 @@ _OTHERS = ("fxgraph", "aotautograd")
 
 
 class CompiledOnce:
-    """The compiled code of this process. `script` is what the job is called."""
+    """The compiled code of this process. `script` is what the job is called, `root` where its runs are kept."""
 
-    def __init__(self, script: str, saying: Saying) -> None:
+    def __init__(self, script: str, root: str, saying: Saying) -> None:
         self._script = script
+        self._place = os.path.join(root, "compile_cache")
         self._saying = saying
         self._pid = os.getpid()
         self._handler: Any = None
@@ -55,7 +56,7 @@ class CompiledOnce:
         self._led = self._followed = 0
         self._leader = -1
         self._waited = 0.0
-        self._place = ""
+        self._line = ""
 
     def watch(self, module: Any) -> None:
         """Hear of compiles from now on. `module` is torch's, with the documented way to do so."""
@@ -77,11 +78,11 @@ class CompiledOnce:
         said = "; ".join(filter(None, told))
         if not said:
             return
-        self._saying.applied(NAME, said, self._place)
+        self._saying.applied(NAME, said, self._line)
         self._saying.code(self._found(self._cache))
         if not self._hit:
             text = "the parts of a model that `initopt.Compile` is told compile before the first batch is there"
-            self._saying.advise(Advised(text, self._place, {}))
+            self._saying.advise(Advised(text, self._line, {}))
         saving = self._cache.keep_now()
         if saving is not None:
             # No fork meanwhile: a loader's worker would inherit what that thread holds.
@@ -119,7 +120,7 @@ class CompiledOnce:
     def _open(self) -> None:
         torch: Any = sys.modules["torch"]
         distributed = torch.distributed
-        self._place = self._saying.here()
+        self._line = self._saying.here()
         why = self._why_not()
         if why:
             self._saying.left(NAME, why)
@@ -135,7 +136,7 @@ class CompiledOnce:
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         model = hashlib.sha256(f"script {self._script}".encode()).hexdigest()[:32]
         ranks = Ranks(store if world_size > 1 else None, rank, world_size, "optimize")
-        cache = Cache.open(key_of(model, options={}, device=device), device, ranks)
+        cache = Cache.open(key_of(model, options={}, device=device), device, ranks, place=self._place)
         if not isinstance(cache, Cache):
             self._saying.left(NAME, "it could not be found out what compiled code depends on here")
             return
