@@ -159,7 +159,7 @@ class Agreement:
 
 def digest(text: str | bytes) -> int:
     """The first 64 bits of the sha256 of `text`, as torch's integers hold them."""
-    data = text.encode() if isinstance(text, str) else text
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big", signed=True)
 
 

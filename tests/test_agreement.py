@@ -31,6 +31,12 @@ def held(say: Callable[[Any, int], None], strict: bool = False, before: Callable
     return [str(one) for one in found.values()], dict(seen)
 
 
+def test_names_that_are_no_text_have_a_digest() -> None:
+    from initopt.agreement import digest
+
+    assert digest("t\udcff") != digest("t\udcfe")
+
+
 def equal(agreement: Any, rank: int) -> None:
     agreement.assume("seed", "1")
     agreement.assume("plan", "a\nb", pytest.fail)
