@@ -202,7 +202,7 @@ class _Step:
 
 def _values(part: ast.expr, space: dict[str, Any]) -> Iterator[Any]:
     value = eval(compile(ast.Expression(part), "<initopt launch>", "eval"), space)
-    if isinstance(part, ast.Call) and type(value).__eq__ is object.__eq__:
+    if isinstance(part, ast.Call) and not any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1]):
         # Made anew each time, such as a TypeVar: equal is what it is made of.
         for one in (part.func, *part.args, *(word.value for word in part.keywords)):
             yield from _values(one, space)
