@@ -256,3 +256,20 @@ def test_where_torchrec_meets_once_at_most_it_is_left_alone() -> None:
         assert once[0] == {"broadcast_object_list": 1} and never[0] == {}
         assert set(once[1].values()) == set(never[1].values()) == {"there is no more than one meeting"}
         assert strict == ({"all_gather_single": 1}, {"ddp_sync": "there is no dense parameter"})
+
+
+def test_a_model_that_is_the_tables_has_no_dense_parameters() -> None:
+    """Its path is empty."""
+    from types import SimpleNamespace
+
+    import torch
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    from initopt.comm_elim.due import due
+
+    table = EmbeddingBagConfig(name="t0", feature_names=["f0"], embedding_dim=8, num_embeddings=4)
+    model = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+    for kind, first in (("table_wise", ""), ("data_parallel", "table 't0'")):
+        plan = SimpleNamespace(plan={"": {"t0": SimpleNamespace(sharding_type=kind)}})
+        assert due(model, plan, [EmbeddingBagCollectionSharder()]) == first
