@@ -62,7 +62,7 @@ def test_the_training_is_the_same_with_fewer_meetings(kind: str, tmp_path: Path)
         else:
             assert was.count("broadcast_object_list") == 2
             # The plan is compared, and all else; the data-parallel tables are sent.
-            assert set(now) == {"all_gather_into_tensor", "broadcast"}
+            assert set(now) == {"all_gather_single", "broadcast"}
             assert len(now) <= 3 < len(was)
             assert "sharding plan" in told["plan", True]
             assert "by ddp_sync" in told["eliminate", True]

@@ -128,4 +128,4 @@ def test_hstu_whose_ranks_are_spawned_and_validate_first(tmp_path: Path) -> None
     )
     # The trainer as it is has an object broadcast for its plan, and a gather for each table.
     assert {"plan", "eliminate"} <= applied(run)
-    assert meetings(run) == ["all_gather_into_tensor"] * 2
+    assert meetings(run) == ["all_gather_single"] * 2
