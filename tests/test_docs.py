@@ -5,6 +5,7 @@ What stands for it is written beside the pattern of the command. A command that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -31,12 +32,8 @@ from tests.synthetic import wasteful, write_run
 from tests.test_plan_command import MODEL
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "benchmarks/README.md",
-    *sorted(ROOT.glob("docs/**/*.md")),
-)
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+PAGES += sorted(ROOT.glob("docs/**/*.md"))
 
 PROGRAMS = "bash|docker|git|initopt|kubectl|make|mkdocs|npm|npx|openssl|pip|python3?|sbatch|srun|torchrun|torchx"
 COMMAND = re.compile(rf"(?:\w+=\S* )*(?:(?:{PROGRAMS})\s+\S.*|initopt)", flags=re.DOTALL)
@@ -87,14 +84,14 @@ def commands() -> dict[str, str]:
 
 
 class Here:
-    """A folder with the scripts that the commands name, and what was run in it, once for all commands that are alike."""
+    """A folder with the scripts that the commands name. What is alike is run once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._done: dict[str, Path] = {}
         [script] = [one.text for one in snippets() if one.language == "python" and "first-run.md" in one.place]
         files = {"train.py": script, "tzrec/__init__.py": "", "tzrec/train_eval.py": script, "ranking.py": MODEL}
-        light = 'import initopt\nwith initopt.Recorder("light"), initopt.step("first_step"):\n    pass\n'
+        light = 'import initopt\nwith initopt.Recorder("light", mode="stock"), initopt.step("first_step"):\n    pass\n'
         for name, text in {**files, "before.py": light, "after.py": light}.items():
             path = folder / "scripts" / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,16 +143,19 @@ LAUNCHED = "initopt launch --nproc-per-node 2 --max-restarts 3 train.py"
 def starts(here: Here, command: str) -> None:
     """A start of train.py, which is the script of the first run's page, or of a package tzrec that has nothing else.
 
-    On two ranks at the most, and without arguments: a script has its own.
+    On two ranks at the most, or one for a package, and without arguments: a script has its own.
     """
     wanted = command.replace(" -m MODULE", " -m tzrec.train_eval").replace(" SCRIPT", " train.py").replace(" ARGS", "")
     wanted = wanted.replace(" --lr 1", "").replace(" --standalone", "").replace("torchrun -m", "torchrun ... -m")
-    wanted = wanted.replace("...", "--nproc-per-node 2").replace("--nproc-per-node 8", "--nproc-per-node 2")
+    ranks = 1 if " -m tzrec" in wanted else 2
+    for given in ("...", "--nproc-per-node 8", "--nproc-per-node 2"):
+        wanted = wanted.replace(given, f"--nproc-per-node {ranks}")
+    wanted = wanted.replace("python -u", "python")
     if wanted in ("initopt launch train.py", LAUNCHED.replace(" --max-restarts 3", "")):
         wanted = LAUNCHED
     root = here.run(wanted)
     if "initopt.run" in wanted:
-        assert finished_ranks(Run.latest(root)) == ([0, 1] if "torchrun" in wanted else [0])
+        assert finished_ranks(Run.latest(root)) == list(range(ranks if "torchrun" in wanted else 1))
 
 
 def reads(here: Here, command: str) -> None:
@@ -165,16 +165,15 @@ def reads(here: Here, command: str) -> None:
     made_up = words[:1] == ["draw"] or "--why" in words
     root = here.folder / "synthetic" if made_up else here.run(RECORDED)
     words = ["ec_metadata" if word == "NAME" else word for word in words]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+    words, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, os.devnull)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INITOPT_ROOT", str(root))
         patch.chdir(here.folder)
-        if ">" in words:
-            patch.setattr(sys, "stdout", open(words[-1], "w+"))
-            words = words[: words.index(">")]
-        cli.main(words)
+        with open(target, "w") as printed, contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+            cli.main(words)
     # 1 is a finding.
     assert ended.value.code in (0, 1)
-    for name in [word for word in words if word.endswith((".html", ".svg", ".gz"))]:
+    for name in [word for word in (*words, target) if word.endswith((".html", ".svg", ".gz"))]:
         assert (here.folder / name).stat().st_size > 0
 
 
@@ -186,8 +185,8 @@ def only_named(here: Here, command: str) -> None:
 
 
 def plans(here: Here, command: str) -> None:
-    """A plan of a small model."""
-    here.run(command.replace("MODULE:FUNCTION", "ranking:small"))
+    """A plan of a small model, which is written to a file, too."""
+    here.run(f"{command.replace('MODULE:FUNCTION', 'ranking:small').removesuffix(' -o plan.json')} -o plan.json")
 
 
 def measures(here: Here, command: str) -> None:
@@ -198,7 +197,7 @@ def measures(here: Here, command: str) -> None:
 
 
 def installs(here: Here, command: str) -> None:
-    """Nothing is installed: what is named must be an extra, or what requirements-cpu.txt, the Makefile or gpu asks for."""
+    """Nothing is installed: what is named must be an extra, or stand in requirements-cpu.txt or the Makefile."""
     extras = metadata.metadata("initopt").get_all("Provides-Extra")
     asked = (ROOT / "requirements-cpu.txt").read_text() + (ROOT / "Makefile").read_text()
     for word in shlex.split(command)[2:]:
