@@ -28,6 +28,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.bench_autotune
 	$(BIN)/python -m benchmarks.bench_tables
 	$(BIN)/python -m benchmarks.bench_launch
+	$(BIN)/python -m benchmarks.bench_run
 	$(BIN)/python -m benchmarks.bench_collectives
 	$(BIN)/python -m benchmarks.startup
 
@@ -60,7 +61,7 @@ $(READY): requirements-cpu.txt pyproject.toml Makefile
 # if it starts here.
 .venv/browser/chromium: Makefile
 	rm -f $@
-	npm install --prefix .venv/browser --no-audit --no-fund --loglevel=error $(CHROMIUM)
+	npm install --prefix .venv/browser --no-audit --no-fund --loglevel=error --fetch-retries=1 $(CHROMIUM)
 	cd .venv/browser && TMPDIR="$$PWD" node --input-type=module \
 		--eval 'import chromium from "@sparticuz/chromium"; await chromium.executablePath()'
 	rm -r .venv/browser/node_modules

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from initopt.graph import OrderError as OrderError
     from initopt.graph import Step as Step
     from initopt.imports import record_imports as record_imports
+    from initopt.one_order import one_order as one_order
     from initopt.overlap import Startup as Startup
     from initopt.overlap import Values as Values
     from initopt.record import FIRST_STEP as FIRST_STEP
@@ -71,6 +72,7 @@ _HOME = {
     "fill_once": "table_init.fill_once",
     "load_plan": "sharding_plan",
     "make_fast": "sharding_plan",
+    "one_order": "one_order",
     "plan_locally": "sharding_plan",
     "record_imports": "imports",
     "recompiled_since": "compile_cache.compile_events",
@@ -110,6 +112,7 @@ __all__ = [
     "fill_once",
     "load_plan",
     "make_fast",
+    "one_order",
     "plan_locally",
     "recompiled_since",
     "record_imports",

@@ -107,7 +107,7 @@ class Agreement:
         """Compare what was said since the last time, and return what differs; one all_gather of 256 bytes a rank.
 
         Raises Disagreement on all ranks, before anything else is done, if a key differs that has no `otherwise`, if
-        anything does and the agreement is strict, or if ranks don't compare the same keys.
+        anything does and the agreement is strict, or if ranks don't compare the same keys. It tells all that differs.
         """
         said, self._waiting = self._waiting, {}
         layout = digest("\n".join(said))
@@ -125,9 +125,9 @@ class Agreement:
         else:
             texts = [dict.fromkeys(differing, "")] * len(table)
         found = {key: _difference(key, self._told[key], [text[key] for text in texts]) for key in differing}
-        errors = [found[key] for key in wrong]
-        if errors:
-            raise Disagreement(errors)
+        if wrong:
+            # What else differs may say why.
+            raise Disagreement([found[key] for key in (*wrong, *(key for key in differing if key not in wrong))])
         for key in differing:
             otherwise = said[key].otherwise
             assert otherwise is not None

@@ -5,7 +5,6 @@ It needs no torch and no secret: what it shows is handed to it.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from initopt.report import JSON_VERSION, QUIET, View
+from initopt.report import JSON_VERSION, View
+from initopt.terminal_lines import QUIET, count, next_verbs, table, wrap
 
 if TYPE_CHECKING:
     from initopt.compile_cache.store import Entry
@@ -50,22 +50,24 @@ def cache_view(
             for entry in entries
         ],
     }
-    lines = [line for digest in removed for line in _wrap(f"Removed {digest}.", width)]
-    counts = [_plural(len(entries), "key"), _plural(len(documents), "document"), size(total)]
-    lines += _wrap(" · ".join((place, *counts)), width, "bold")
+    lines = [line for digest in removed for line in wrap(f"Removed {digest}.", width)]
+    counts = [count(len(entries), "key"), count(len(documents), "document"), size(total)]
+    lines += wrap(" · ".join((place, *counts)), width, "bold")
     if not entries:
         said = "Nothing compiled is stored here yet: a trainer stores it after its first start."
-        return View((*lines, Text(), *_wrap(said, width), *_next(width, "compile")), data)
+        return View((*lines, Text(), *wrap(said, width), *next_verbs(width, "compile")), data)
     rows = [("key", "bundles", "size", "made", "last used")]
     rows += [(e.digest[:_SHORT], str(e.bundles), size(e.bytes), _moment(e.created), _moment(e.used)) for e in entries]
-    lines += [Text(), *_table(rows)]
+    lines += [Text(), *table(rows)]
     for entry in entries:
         lines += [Text(), *_about(entry, entries[0], width)]
-    lines += [Text(), *_wrap("What a key says of itself is for reading: it is not signed.", width, QUIET)]
+    lines += [Text(), *wrap("What a key says of itself is for reading: it is not signed.", width, QUIET)]
     if documents:
         said = "Documents are what starts have learned: calls and sizes, kernels that won, what a CPU can do."
-        lines += _wrap(said, width, QUIET)
-    lines += _next(width, " ".join(filter(None, ("cache", asked, "--remove", entries[-1].digest[:_SHORT]))), "compile")
+        lines += wrap(said, width, QUIET)
+    lines += next_verbs(
+        width, " ".join(filter(None, ("cache", asked, "--remove", entries[-1].digest[:_SHORT]))), "compile"
+    )
     return View(tuple(lines), data)
 
 
@@ -85,15 +87,15 @@ def size(value: int) -> str:
 def _about(entry: Entry, first: Entry, width: int) -> list[Text]:
     name = entry.digest[:_SHORT]
     if not entry.parts:
-        return _wrap(f"{name}: what it was made from is not known (no readable key.json)", width, indent=2)
+        return wrap(f"{name}: what it was made from is not known (no readable key.json)", width, rest=2)
     if entry is first or not first.parts:
-        lines = _wrap(f"{name}, the one used last:" if entry is first else f"{name}:", width)
+        lines = wrap(f"{name}, the one used last:" if entry is first else f"{name}:", width)
         shown = tuple(entry.parts)
     else:
         shown = _differs(entry, first)
-        lines = _wrap(f"{name} differs from it in {_plural(len(shown), 'part')}:", width)
+        lines = wrap(f"{name} differs from it in {count(len(shown), 'part')}:", width)
     for part in shown:
-        lines += _wrap(f"{part}: {_clipped(entry.parts.get(part, 'none'))}", width, indent=4, first=2)
+        lines += wrap(f"{part}: {_clipped(entry.parts.get(part, 'none'))}", width, rest=4, first=2)
     return lines
 
 
@@ -110,28 +112,3 @@ def _clipped(text: str) -> str:
 
 def _moment(unix: float) -> str:
     return f"{datetime.fromtimestamp(unix, timezone.utc):%Y-%m-%d %H:%M} UTC" if unix else "unknown"
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
-def _next(width: int, *verbs: str) -> list[Text]:
-    return _wrap("next: " + ", ".join(f"initopt {verb}" for verb in verbs), width, QUIET, indent=2)
-
-
-def _wrap(text: str, width: int, style: str = "", *, indent: int = 0, first: int = 0) -> list[Text]:
-    lines = textwrap.wrap(
-        text, width, initial_indent=" " * first, subsequent_indent=" " * indent, break_on_hyphens=False
-    )
-    return [Text(line, style=style) for line in lines]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[Text]:
-    """Columns padded to their widest cell, the first to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        lines.append(Text("  ".join(cells).rstrip(), style=QUIET if number == 0 else ""))
-    return lines

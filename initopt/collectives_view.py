@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from initopt.comm_elim.passes import Found, find
 from initopt.comm_elim.program import group_of
 from initopt.comm_elim.timeline import Met, Problem, timeline
 from initopt.rank_numbers import ranks_in_short
-from initopt.report import LONGEST, QUIET, View, about, labels, seconds, title
+from initopt.report import View, about, labels, seconds, title
+from initopt.terminal_lines import LONGEST, QUIET, next_verbs, wrap
 
 if TYPE_CHECKING:
     from initopt.runs import Run
@@ -41,15 +41,15 @@ def collectives_view(run: Run, *, why: str | None = None, everything: bool = Fal
     wrong = bool(found.problems) or any(finding.verdict != "keep" for finding in found.findings)
     if why is not None:
         finding = _chosen(found, why)
-        lines = [*_head(run, width), *_why(finding, width), _next("collectives", "verify")]
+        lines = [*_head(run, width), *_why(finding, width), *next_verbs(width, "collectives", "verify")]
         return View(tuple(lines), {**data, "why": _data(finding)}, finding.verdict != "keep")
     lines = [*_head(run, width), *_sum(found, width)]
     for problem in found.problems:
-        lines += _wrapped(f"! {problem.text}: nothing can be proven (initopt verify)", width, "yellow", rest=2)
+        lines += wrap(f"! {problem.text}: nothing can be proven (initopt verify)", width, "yellow", rest=2)
     if found.findings:
         lines += [*_rows(found.findings, everything, width), Text(), *_together(found, width)]
     more = [f"collectives --why {found.findings[0].name}"] if found.findings else []
-    lines.append(_next(*more, "verify"))
+    lines += next_verbs(width, *more, "verify")
     return View(tuple(lines), data, wrong)
 
 
@@ -60,23 +60,21 @@ def verify_view(run: Run, *, width: int = 80) -> View:
     data = {**about(run), "meetings": len(line.meetings), "problems": [_problem_data(problem) for problem in problems]}
     lines = _head(run, width)
     for problem in problems:
-        lines += _wrapped(f"{problem.text}:", width, LONGEST)
+        lines += wrap(f"{problem.text}:", width, LONGEST)
         who = [f"{'rank' if len(p.ranks) == 1 else 'ranks'} {ranks_in_short(p.ranks)}" for p in problem.parties]
         room = max(map(len, who), default=0)
         for name, party in zip(who, problem.parties, strict=True):
             number = f" (call {party.number})" if party.number else ""
             where = f" at {party.call_site}" if party.call_site else ""
-            lines += _wrapped(f"{name:<{room}}  {party.what}{number}{where}", width, first=2, rest=room + 4)
+            lines += wrap(f"{name:<{room}}  {party.what}{number}{where}", width, first=2, rest=room + 4)
     if problems:
         counted = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines += [Text(), Text(f"{counted}.")]
     else:
         lines.append(Text(f"{len(line.meetings)} meetings, in one order on all ranks."))
     if run.missing_ranks:
-        lines += _wrapped(
-            f"Not compared, without a record: ranks {ranks_in_short(run.missing_ranks)}.", width, "yellow"
-        )
-    lines.append(_next("collectives", "critical-chain"))
+        lines += wrap(f"Not compared, without a record: ranks {ranks_in_short(run.missing_ranks)}.", width, "yellow")
+    lines += next_verbs(width, "collectives", "critical-chain")
     return View(tuple(lines), data, bool(problems))
 
 
@@ -87,7 +85,7 @@ def _sum(found: Found, width: int) -> list[Text]:
     whole = Finding("", "keep", tuple(meetings.values()))
     took, wait = seconds(whole.took), seconds(whole.wait)
     many = f"{len(meetings)} {'collective' if len(meetings) == 1 else 'collectives'}"
-    said = _wrapped(f"{many} before the first batch: {took} on the median rank, {wait} of it waiting.", width)
+    said = wrap(f"{many} before the first batch: {took} on the median rank, {wait} of it waiting.", width)
     return [*said, Text()]
 
 
@@ -111,8 +109,8 @@ def _rows(findings: Sequence[Finding], everything: bool, width: int) -> list[Tex
         line.append(finding.verdict, style=style)
         lines.append(line)
         indent = min(_LEFT, width // 3)
-        lines += _wrapped(f"└ {finding.reason}", width, first=indent, rest=indent + 2)
-        lines += _wrapped(_sites(finding), width, QUIET, first=indent + 2, rest=indent + 2)
+        lines += wrap(f"└ {finding.reason}", width, first=indent, rest=indent + 2)
+        lines += wrap(_sites(finding), width, QUIET, first=indent + 2, rest=indent + 2)
     if hidden:
         lines.append(Text(f"{len(hidden)} more kept (--all)", style=QUIET))
     return lines
@@ -120,12 +118,12 @@ def _rows(findings: Sequence[Finding], everything: bool, width: int) -> list[Tex
 
 def _together(found: Found, width: int) -> list[Text]:
     if all(finding.verdict == "keep" for finding in found.findings):
-        return _wrapped("All of them stay.", width)
+        return wrap("All of them stay.", width)
     said = f"~{seconds(found.saving)} saved together."
     said += " 'saves' is re-simulated, not 'took': a removed wait turns up at the next meeting"
     if any(finding.agreed for finding in found.findings):
         said += ", and of all that is only assumed one meeting stays as the check (the Agreement)"
-    return _wrapped(said + ".", width)
+    return wrap(said + ".", width)
 
 
 def _group(finding: Finding) -> str:
@@ -142,17 +140,17 @@ def _sites(finding: Finding) -> str:
 def _why(finding: Finding, width: int) -> list[Text]:
     count = f"{len(finding.meetings)} {'meeting' if len(finding.meetings) == 1 else 'meetings'}"
     took = f"{count}, {seconds(finding.took)} on the median rank, {seconds(finding.wait)} of it waiting"
-    lines = [*_wrapped(f"{finding.name}  {finding.verdict}: {finding.reason}", width, "bold", rest=2)]
-    lines += [*_wrapped(took, width), Text()]
+    lines = [*wrap(f"{finding.name}  {finding.verdict}: {finding.reason}", width, "bold", rest=2)]
+    lines += [*wrap(took, width), Text()]
     for number, sentence in enumerate(finding.proof, 1):
-        lines += _wrapped(f"{number}. {sentence}", width, rest=3)
+        lines += wrap(f"{number}. {sentence}", width, rest=3)
     lines.append(Text())
     if finding.verdict != "keep":
         check = ", and one meeting stays as the check" if finding.agreed else ""
         saves = f"Saves ~{seconds(finding.saving)} by itself, re-simulated: waits move on{check}."
-        lines += _wrapped(saves, width)
+        lines += wrap(saves, width)
         by = f"Applied by the rewrite {finding.rewrite}." if finding.rewrite else f"Not applied: {finding.unapplied}."
-        lines += _wrapped(by, width)
+        lines += wrap(by, width)
         lines.append(Text())
     for met in _different(finding.meetings)[:_CALLS]:
         lines += _met_lines(met, width)
@@ -168,10 +166,10 @@ def _met_lines(met: Met, width: int) -> list[Text]:
     call = met.call
     number = f", call {call.sequence}" if call.sequence >= 0 else ""
     what = f"{call.op} on {group_of(met)}{number}, ranks {ranks_in_short(met.ranks)}, {call.bytes} bytes a rank"
-    lines = _wrapped(what, width, rest=4)
+    lines = wrap(what, width, rest=4)
     for caller in call.callers or ((call.call_site,) if call.call_site else ()):
         where, _, function = caller.rpartition(" ")
-        lines += _wrapped(f"{where} in {function}" if where else caller, width, QUIET, first=4, rest=6)
+        lines += wrap(f"{where} in {function}" if where else caller, width, QUIET, first=4, rest=6)
     return lines
 
 
@@ -224,23 +222,7 @@ def _problem_data(problem: Problem) -> dict[str, Any]:
 
 
 def _head(run: Run, width: int) -> list[Text]:
-    lines = _wrapped(title(run), width, "bold")
+    lines = wrap(title(run), width, "bold")
     for warning in (*labels(run), *run.warnings):
-        lines += _wrapped(f"! {warning}", width, "yellow", rest=2)
+        lines += wrap(f"! {warning}", width, "yellow", rest=2)
     return [*lines, Text()]
-
-
-def _next(*verbs: str) -> Text:
-    return Text("next: " + ", ".join(f"initopt {verb}" for verb in verbs), style=QUIET)
-
-
-def _wrapped(text: str, width: int, style: str = "", *, first: int = 0, rest: int = 0) -> list[Text]:
-    lines = textwrap.wrap(
-        text,
-        width,
-        initial_indent=" " * first,
-        subsequent_indent=" " * rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [Text(line, style=style) for line in lines]

@@ -18,7 +18,18 @@ from typing import Any, Literal, Protocol
 from initopt.hooks import HIDDEN, drop_frame, namespaces
 
 Event = Literal[
-    "backward", "batch", "checkpoint", "dmp", "group", "loader", "named", "new_group", "plan", "progress", "rendezvous"
+    "backward",
+    "batch",
+    "checkpoint",
+    "dmp",
+    "group",
+    "loader",
+    "loader_made",
+    "named",
+    "new_group",
+    "plan",
+    "progress",
+    "rendezvous",
 ]
 
 NAMED_CALLS = "initopt.calls"
@@ -51,6 +62,7 @@ ENTRY_POINTS = (
     EntryPoint(_C10D, "init_process_group", "group", _TORCH),
     EntryPoint(_C10D, "rendezvous", "rendezvous", _TORCH),
     EntryPoint(_C10D, "new_group", "new_group", _TORCH),
+    EntryPoint("torch.utils.data.dataloader", "DataLoader.__init__", "loader_made", _TORCH),
     EntryPoint("torch.utils.data.dataloader", "DataLoader.__iter__", "loader", _TORCH),
     # Private, as is all that a loader's iterator is.
     EntryPoint("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", "batch", _TORCH),
@@ -64,6 +76,8 @@ ENTRY_POINTS = (
         "torchrec.distributed.model_parallel", "DistributedModelParallel.load_state_dict", "checkpoint", _TORCHREC
     ),
     EntryPoint("torchrec.distributed.model_parallel", "DistributedModelParallel.__init__", "dmp", _TORCHREC),
+    # Of a collection, which is one that is divided in two dimensions, first its own and then that of the other.
+    EntryPoint("torchrec.distributed.model_parallel", "DMPCollection.__init__", "dmp", _TORCHREC),
     EntryPoint("torchrec.distributed.planner.planners", "EmbeddingPlannerBase.collective_plan", "plan", _TORCHREC),
     EntryPoint("torchrec.distributed.planner.planners", "EmbeddingShardingPlanner.collective_plan", "plan", _TORCHREC),
     EntryPoint("torchrec.distributed.planner.planners", "EmbeddingShardingPlanner.plan", "plan", _TORCHREC),
@@ -86,6 +100,9 @@ class Watcher(Protocol):
 
     def named(self, step: str, stage: str) -> AbstractContextManager[None]:
         """The same for a call that a plugin has named."""
+
+    def instead(self, event: Event, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of `function`, mostly itself."""
 
     def becomes_rank(self) -> bool:
         """The default group is about to be made. Whether its function is to be looked up anew."""
@@ -199,7 +216,7 @@ class Hooks:
             try:
                 named = watcher.named(row.step, row.stage) if row.step else None
                 with named or watcher.around(event, (*args, *kwargs.values())):
-                    return function(*args, **kwargs)
+                    return watcher.instead(event, function)(*args, **kwargs)
             except BaseException as raised:
                 drop_frame(raised)
                 raise
@@ -238,8 +255,9 @@ class Hooks:
         timed.__code__ = timed.__code__.replace(co_filename=HIDDEN)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            found = function(*args, **kwargs)
-            return timed(found) if self.on and watcher.here() else found
+            if not self.on or not watcher.here():
+                return function(*args, **kwargs)
+            return timed(watcher.instead("rendezvous", function)(*args, **kwargs))
 
         return call
 

@@ -148,13 +148,13 @@ class Listener(Protocol):
     """Who wants to know. Called on the thread that made the call; must not raise but where it says so."""
 
     def met(self, meeting: Meeting) -> None:
-        """A call has ended."""
+        """A call has ended. May raise instead of what a call has failed with."""
 
     def begins(self, op: str, call_site: str) -> None:
-        """A call is about to begin. The only one that may raise, which keeps the call from being made."""
+        """A call is about to begin. May raise, which keeps the call from being made."""
 
     def enters(self, meeting: Meeting) -> None:
-        """A call begins: all that is known of it before it ends, `end` being its start."""
+        """A call begins: all that is known of it before it ends, `end` being its start. May raise as `begins` may."""
 
     def reads_payloads(self) -> bool:
         """Whether what is put in shall be read for a checksum."""
@@ -526,6 +526,21 @@ def drop_frame(raised: BaseException) -> None:
     trace = raised.__traceback__
     if trace is not None:
         raised.__traceback__ = trace.tb_next
+
+
+def drop_own_frames(raised: BaseException, folder: str) -> None:
+    """Take the frames of code in `folder` out of the traceback, unless it was that code which raised."""
+    traces = []
+    trace = raised.__traceback__
+    while trace is not None:
+        traces.append(trace)
+        trace = trace.tb_next
+    kept = [one for one in traces if not one.tb_frame.f_code.co_filename.startswith(folder + os.sep)]
+    if not kept or kept[-1] is not traces[-1]:
+        return
+    for one, following in zip(kept, [*kept[1:], None], strict=True):
+        one.tb_next = following
+    raised.__traceback__ = kept[0]
 
 
 class CallSites:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from initopt.rank_numbers import ranks_in_short
-from initopt.report import JSON_VERSION, LONGEST, QUIET, View
+from initopt.report import JSON_VERSION, View
+from initopt.terminal_lines import LONGEST, QUIET, count, next_verbs, table, wrap
 
 if TYPE_CHECKING:
     from initopt.sharding_plan.plan_file import PlanFile, RankEstimate
@@ -67,17 +68,17 @@ def plan_view(
     }
     lines = _head(plan, name, width)
     for text, style in (*((p, LONGEST) for p in problems), *((w, "yellow") for w in (*warnings, *notes))):
-        lines += _wrap(f"! {text}", width, style, indent=2)
+        lines += wrap(f"! {text}", width, style, rest=2)
     lines += [Text(), *_why(plan, slowest, width), *_memory(plan, width), Text()]
     lines += [*_ranks(plan, everything), Text()]
-    lines += _table(
+    lines += table(
         [("sharding", "kernel", "tables", "shards", "elements")]
         + [(k["kind"], k["kernel"], str(k["tables"]), str(k["shards"]), _count(k["elements"])) for k in kinds],
         left=2,
     )
-    lines += [Text(), *_wrap("~ TorchRec's estimates for the tables; dense layers are not in them", width, QUIET)]
+    lines += [Text(), *wrap("~ TorchRec's estimates for the tables; dense layers are not in them", width, QUIET)]
     verbs = ["plan ... -o plan.json"] if written is None else [f"plan {written} --all", f"plan ... --diff {written}"]
-    lines += _next(width, *verbs)
+    lines += next_verbs(width, *verbs)
     return View(tuple(lines), data, finding=bool(problems))
 
 
@@ -86,8 +87,10 @@ def no_plan_view(message: str, *, name: str, width: int = 80) -> View:
     lines = [Text(f"No plan for {name}.", LONGEST), Text()]
     for line in message.splitlines():
         indent = len(line.expandtabs(2)) - len(line.lstrip())
-        lines += _wrap(line.strip(), width, indent=indent + 2, first=indent) if line.strip() else [Text()]
-    lines += _next(width, "plan ... --hbm 80GB --world-size N")
+        # Some of its words are longer than a line.
+        parts = textwrap.wrap(line.strip(), width, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2))
+        lines += map(Text, parts or [""])
+    lines += next_verbs(width, "plan ... --hbm 80GB --world-size N")
     return View(tuple(lines), {"version": JSON_VERSION, "name": name, "error": message}, finding=True)
 
 
@@ -114,25 +117,25 @@ def diff_view(
         "tables": [{"table": path, "before": was, "after": now} for path, was, now in tables],
         "ranks": [{"rank": r, "before": was and asdict(was), "after": now and asdict(now)} for r, was, now in ranks],
     }
-    lines = [*_wrap(f"before: {_title(before, names[0])}", width, "bold", indent=2)]
-    lines += [*_wrap(f"after: {_title(after, names[1])}", width, "bold", indent=2), Text()]
+    lines = [*wrap(f"before: {_title(before, names[0])}", width, "bold", rest=2)]
+    lines += [*wrap(f"after: {_title(after, names[1])}", width, "bold", rest=2), Text()]
     total = len({table.path for plan in (before, after) for table in plan.tables})
     elsewhere = any(field in ("world_size", "local_world_size", "pod_size", "device") for field, _, _ in jobs)
     verdict = (
-        f"{len(tables)} of {_plural(total, 'table')} differ."
+        f"{len(tables)} of {count(total, 'table')} differ."
         if tables
-        else f"The same plan for {_plural(total, 'table')}{', for different jobs' if elsewhere else ''}."
+        else f"The same plan for {count(total, 'table')}{', for different jobs' if elsewhere else ''}."
     )
-    lines += _wrap(verdict, width, LONGEST if tables or elsewhere else "bold")
+    lines += wrap(verdict, width, LONGEST if tables or elsewhere else "bold")
     for field, was, now in jobs:
-        lines += _wrap(f"{field}: {_short(field, was)} -> {_short(field, now)}", width, indent=4, first=2)
+        lines += wrap(f"{field}: {_short(field, was)} -> {_short(field, now)}", width, rest=4, first=2)
     shown = tables if everything else tables[:_CHANGES]
     for path, was, now in shown:
-        lines += _wrap(f"{path}: {was} -> {now}", width, indent=4, first=2)
+        lines += wrap(f"{path}: {was} -> {now}", width, rest=4, first=2)
     if len(shown) < len(tables):
         lines.append(Text(f"  {len(tables) - len(shown)} more (--all)", QUIET))
     lines += [Text(), *_compared(before, after, ranks, everything)]
-    lines += _next(width, "plan ... -o plan.json")
+    lines += next_verbs(width, "plan ... -o plan.json")
     return View(tuple(lines), data, finding=bool(tables) or elsewhere)
 
 
@@ -177,8 +180,8 @@ def _title(plan: PlanFile, name: str) -> str:
     hosts = -(-job.world_size // job.local_world_size)
     parts = [
         name,
-        _plural(len(plan.tables), "table"),
-        f"{_plural(job.world_size, 'rank')} on {_plural(hosts, 'host')}",
+        count(len(plan.tables), "table"),
+        f"{count(job.world_size, 'rank')} on {count(hosts, 'host')}",
         job.device,
         plan.digest[:10],
     ]
@@ -187,7 +190,7 @@ def _title(plan: PlanFile, name: str) -> str:
 
 def _head(plan: PlanFile, name: str, width: int) -> list[Text]:
     made = [f"batch {plan.planned_for.batch_size}", *(f"{name} {version}" for name, version in plan.versions.items())]
-    return [*_wrap(_title(plan, name), width, "bold"), *_wrap(" · ".join(made), width, QUIET)]
+    return [*wrap(_title(plan, name), width, "bold"), *wrap(" · ".join(made), width, QUIET)]
 
 
 def _slowest(plan: PlanFile) -> RankEstimate:
@@ -255,13 +258,13 @@ def _why(plan: PlanFile, slowest: RankEstimate, width: int) -> list[Text]:
     ]
     parts = sorted(((getattr(slowest, part), part) for part in _PARTS), reverse=True)
     made_of = [f"{part.replace('_', ' ')} ~{milliseconds(time)}" for time, part in parts if time >= 0.005]
-    lines += _wrap("its parts: " + ", ".join(made_of or ["nothing that counts"]), width, indent=4, first=2)
+    lines += wrap("its parts: " + ", ".join(made_of or ["nothing that counts"]), width, rest=4, first=2)
     tables = [f"{share.table} ~{milliseconds(share.time)}" for share in plan.slowest]
     rest = slowest.shards - len(tables)
     if rest > 0:
         left = slowest.time - sum(share.time for share in plan.slowest)
-        tables.append(f"{_plural(rest, 'more shard')} ~{milliseconds(left)}")
-    lines += _wrap("its tables: " + ", ".join(tables), width, indent=4, first=2)
+        tables.append(f"{count(rest, 'more shard')} ~{milliseconds(left)}")
+    lines += wrap("its tables: " + ", ".join(tables), width, rest=4, first=2)
     return lines
 
 
@@ -271,11 +274,11 @@ def _memory(plan: PlanFile, width: int) -> list[Text]:
         fullest = _fullest(plan, kind)
         middle = size(median(getattr(rank, kind) for rank in plan.ranks))
         capacity = _capacity(plan, kind, fullest.rank)
-        lines += _wrap(
+        lines += wrap(
             f"{kind.upper()} ~{size(getattr(fullest, kind))} of {size(capacity)} on the fullest rank, rank "
             f"{fullest.rank} (median rank ~{middle})",
             width,
-            indent=2,
+            rest=2,
         )
     return lines
 
@@ -296,7 +299,7 @@ def _ranks(plan: PlanFile, everything: bool) -> list[Text]:
         fullest = [_fullest(plan, kind) for kind in kinds]
         shown = [*worst, *(rank for i, rank in enumerate(fullest) if rank not in worst and rank not in fullest[:i])]
     rows += [(str(rank.rank), *(show(getattr(rank, kind)) for kind, show in columns)) for rank in shown]
-    lines = _table(rows)
+    lines = table(rows)
     if len(shown) < len(plan.ranks):
         lines.append(Text(f"the slowest and the fullest ranks of {len(plan.ranks)} (--all)", QUIET))
     return lines
@@ -305,13 +308,13 @@ def _ranks(plan: PlanFile, everything: bool) -> list[Text]:
 def _kinds(plan: PlanFile, shardings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Tables, shards and elements of each sharding type and kernel, the most elements first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for table in plan.tables:
-        one = shardings[table.path]
+    for planned in plan.tables:
+        one = shardings[planned.path]
         key = one["sharding_type"], one["compute_kernel"]
         row = rows.setdefault(key, {"kind": key[0], "kernel": key[1], "tables": 0, "shards": 0, "elements": 0})
         row["tables"] += 1
         row["shards"] += len(one.get("shards") or one.get("ranks") or ())
-        row["elements"] += table.rows * table.dim
+        row["elements"] += planned.rows * planned.dim
     return sorted(rows.values(), key=lambda row: (-row["elements"], row["kind"], row["kernel"]))
 
 
@@ -384,7 +387,7 @@ def _compared(
         times = _arrow(*("none" if one is None else f"~{milliseconds(one.time)}" for one in pair))
         memory = (_arrow(*("none" if one is None else f"~{size(getattr(one, k))}" for one in pair)) for k in kinds)
         rows.append((str(rank), times, *memory))
-    lines = _table(rows)
+    lines = table(rows)
     if len(shown) < len(ranks):
         lines.append(Text(f"{len(ranks) - len(shown)} more ranks with other estimates (--all)", QUIET))
     return lines
@@ -411,36 +414,3 @@ def _count(value: int) -> str:
         if value >= unit:
             return f"{value / unit:.1f}{letter}"
     return str(value)
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
-def _next(width: int, *verbs: str) -> list[Text]:
-    return _wrap("next: " + ", ".join(f"initopt {verb}" for verb in verbs), width, QUIET, indent=2)
-
-
-def _wrap(text: str, width: int, style: str = "", *, indent: int = 0, first: int = 0) -> list[Text]:
-    """The text in lines of at most `width` cells: `first` blanks before the first one, `indent` before the others."""
-    lines = textwrap.wrap(
-        text,
-        width,
-        initial_indent=" " * first,
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-    )
-    return [Text(line, style=style) for line in lines]
-
-
-def _table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[Text]:
-    """Columns padded to their widest cell, the first `left` of them to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(Text("  ".join(cells).rstrip(), style=QUIET if number == 0 else ""))
-    return lines

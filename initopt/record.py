@@ -241,6 +241,35 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
+class Optimized:
+    """What became of an optimization of `initopt.run --optimize`, in one place or in the whole start-up.
+
+    `name` is that of `optimizations.TABLE`. `text` says what was done where it was `applied`, else why it was not, in
+    words without a full stop. `place` is the script's `file:line`, empty where it is about no single one.
+    """
+
+    name: str
+    applied: bool
+    text: str
+    place: str = ""
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Advised:
+    """What the script could do itself at `place` (`file:line`), since nobody else can prove that it may be done.
+
+    `steps` are the seconds by which each step would then be shorter, from which what it saves is simulated; empty where
+    that is not known.
+    """
+
+    text: str
+    place: str
+    steps: dict[str, float]
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Trailer:
     """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds."""
 
@@ -471,6 +500,10 @@ class Recorder:
     def compile_cache(self, found: CompileCache) -> None:
         """Leave how this rank came to its compiled code. Called again, the last one counts."""
         self._write(found, time.thread_time())
+
+    def optimized(self, what: Optimized | Advised) -> None:
+        """Leave what was optimized, or what could be."""
+        self._write(what, time.thread_time())
 
     def started(self) -> None:
         """Say that the start-up is over, unless a step FIRST_STEP follows: what is used from here on is training's."""
@@ -800,11 +833,22 @@ class _Group:
     ranks: tuple[int, ...]
 
 
-_OF_A_RANK = Begun | Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | Watched
-
-_Record = (
-    Span | Begun | Digest | Note | Usage | Compiled | CompileCache | Imported | ImportLine | Unused | Watched | _Group
+_OF_A_RANK = (
+    Begun
+    | Digest
+    | Note
+    | Usage
+    | Compiled
+    | CompileCache
+    | Imported
+    | ImportLine
+    | Unused
+    | Watched
+    | Optimized
+    | Advised
 )
+
+_Record = Span | _OF_A_RANK | _Group
 
 _LINE = {
     Header: "header",
@@ -818,6 +862,8 @@ _LINE = {
     ImportLine: "import_line",
     Unused: "unused",
     Watched: "watched",
+    Optimized: "optimized",
+    Advised: "advised",
     _Group: "group",
     Trailer: "trailer",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,8 @@ def on_this_thread(
 
 
 def _put(module: ModuleType | type, name: str, place: _Place) -> Callable[..., Any]:
+    # Others may ask for its signature, or for the module that it is of.
+    @functools.wraps(place.original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return place(args, kwargs)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from initopt import bench
+from initopt.advice import advice
 from initopt.chain import (
     SKEW,
     UNNAMED,
@@ -35,7 +36,8 @@ from initopt.ett import JOBS, LOST_WORK, NOT_COUNTED, Job, ett, gain, time_to_re
 from initopt.planned import per_step, planned, work
 from initopt.rank_numbers import ranks_in_short
 from initopt.record import Watched
-from initopt.runs import RecordError
+from initopt.runs import RecordError, last_step
+from initopt.terminal_lines import LONGEST, QUIET, count, next_verbs, table, wrap
 
 if TYPE_CHECKING:
     from initopt.imports import ImportLine
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
 JSON_VERSION = 1
 """Version of the data of every view. It changes when a key is renamed or changes its meaning, not when one is added."""
 
-LONGEST = "bold red"
-QUIET = "dim"
 _BLAME_ROWS = 10
 _IMPORT_ROWS = 12
 _CORES_FULL = 0.7
@@ -106,7 +106,7 @@ def summary(run: Run, *, width: int = 80) -> View:
     first = Text.assemble(f"{run.goal.capitalize()} after ", (seconds(parts.total), "bold"))
     if len(finished_ranks(run)) > 1:
         first.append(f" (median rank {median}; slowest, rank {slowest}: {seconds(run.first_batch(slowest))})")
-    lines += _wrap(first, width)
+    lines += wrap(first, width)
     meaning = {
         "work": "the longest chain of steps that need each other",
         "wait": "for slower ranks",
@@ -122,27 +122,30 @@ def summary(run: Run, *, width: int = 80) -> View:
     lines.append(Text())
     lines += _notes(run, width)
     if data["compile"] is not None:
-        lines += _wrap(_compile_line(run, median), width)
+        lines += wrap(_compile_line(run, median), width)
         lines += _warned(_compiled_elsewhere(run, median), width)
     if run.graph is not None:
-        end = max(span.end for span in planned(run, median))
+        last = last_step(planned(run, median), run.graph)
+        assert last is not None, "the median rank has finished"
         lanes = len(run.graph.lanes())
-        data["planned"] = end
+        data["planned"] = last.end
         on = f"{lanes} {'lane' if lanes == 1 else 'lanes'}"
-        lines += _wrap(f"Planned with this graph on {on}, nobody waiting: ~{seconds(end)}", width)
+        lines += wrap(f"Planned with this graph on {on}, nobody waiting: ~{seconds(last.end)}", width)
     if run.core_bound > _CORES_FULL * parts.total:
         full = f"CPU work that fills all cores of the host for {seconds(run.core_bound)}: overlap can't go below that"
-        lines += _wrap(full, width)
+        lines += wrap(full, width)
     found = findings(run)
     data["not_needed"] = [asdict(one) for one in found]
     if found:
         saves = f": ~{seconds(max(0.0, together(run)))} sooner without" if any(f.saves for f in found) else ""
-        lines += _wrap(f"The first batch did not need {_count(len(found), 'thing')} before it{saves} (defer)", width)
+        lines += wrap(f"The first batch did not need {count(len(found), 'thing')} before it{saves} (defer)", width)
+    if run.optimized:
+        lines += _optimized(run, data, width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     more = [*(["compile"] if data["compile"] is not None else []), *(["imports"] if run.imported else [])]
     more += ["defer"] if found else []
     # All of them would not fit into a line.
-    lines.append(_next(*["blame", "critical-chain", "plot", *more][-4 if more else -3 :]))
+    lines += next_verbs(width, *["blame", "critical-chain", "plot", *more][-4 if more else -3 :])
     return View(tuple(lines), data)
 
 
@@ -182,7 +185,7 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
 
     lines = _head(run, width)
     which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
-    lines += _wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}, the longest step first", width)
+    lines += wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}, the longest step first", width)
     slack_head = "   slack" if with_slack else ""
     lines.append(Text(f"    took    work    wait{slack_head}  {'step':<{names}}  lane", style=QUIET))
     for row in shown:
@@ -210,10 +213,10 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
         lines.append(Text(f"{more}, {seconds(sum(row.took for row in rest))} together (--all)", style=QUIET))
     lines.append(Text())
     compiled = any(row.compiling > SKEW for row in shown)
-    lines += _wrap(f"█ work  {'▒ of it compiling  ' if compiled else ''}░ wait for other ranks", width, QUIET)
+    lines += wrap(f"█ work  {'▒ of it compiling  ' if compiled else ''}░ wait for other ranks", width, QUIET)
     if with_slack:
-        lines += _wrap("slack: a step may grow by this much before the graph's longest chain grows", width, QUIET)
-    lines.append(_next("critical-chain", "plot", *(("compile",) if compiled else ())))
+        lines += wrap("slack: a step may grow by this much before the graph's longest chain grows", width, QUIET)
+    lines += next_verbs(width, "critical-chain", "plot", *(("compile",) if compiled else ()))
     return View(tuple(lines), data)
 
 
@@ -256,16 +259,16 @@ def chain_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
         lines.append(line)
         if note:
             lines += [
-                Text.assemble((under + "│ ", QUIET), part) for part in _wrap(note, width - len(under) - 2, "yellow")
+                Text.assemble((under + "│ ", QUIET), part) for part in wrap(note, width - len(under) - 2, "yellow")
             ]
         if link.queue > max(SKEW, total / 1000):
             who = _behind(link.behind)
-            for number, part in enumerate(_wrap(f"{seconds(link.queue)} {who}", width - len(under) - 4, "cyan")):
+            for number, part in enumerate(wrap(f"{seconds(link.queue)} {who}", width - len(under) - 4, "cyan")):
                 lines.append(Text.assemble((under + ("│ ⋯ " if number == 0 else "│   "), QUIET), part))
         before = link
     lines.append(Text())
-    lines += _wrap(_decided(run, links), width)
-    lines.append(_next("blame", "plot"))
+    lines += wrap(_decided(run, links), width)
+    lines += next_verbs(width, "blame", "plot")
     return View(tuple(lines), data)
 
 
@@ -293,7 +296,7 @@ def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     lines = _head(run, width)
     which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
     if turns or run.compile_caches:
-        lines += _wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}: {_compile_line(run, rank)}", width)
+        lines += wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}: {_compile_line(run, rank)}", width)
     if turns:
         lines += [Text(), Text("    took  dynamo     aot backend  cache   pass   graph", style=QUIET)]
         at = ""
@@ -307,14 +310,14 @@ def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
         legend = ["aot: AOTAutograd and its cache"]
         legend += [f"backend: {seconds(whole.code_gen)} of it code generation"] if whole.code_gen > SKEW else []
         legend += ["part: lowered anew, its code was there"] if "part" in map(cache_use, turns) else []
-        lines += _wrap("; ".join(legend), width, QUIET)
+        lines += wrap("; ".join(legend), width, QUIET)
     else:
-        lines += _wrap(f"torch's compiler did nothing on rank {rank}, as far as this was recorded.", width)
-    lines += [line for text in _caches(run) for line in _wrap(text, width, indent=2)]
+        lines += wrap(f"torch's compiler did nothing on rank {rank}, as far as this was recorded.", width)
+    lines += [line for text in _caches(run) for line in wrap(text, width, rest=2)]
     lines += _notes(run, width, stage="compile")
     elsewhere = _compiled_elsewhere(run, rank) if everybody else []
     lines += _warned(elsewhere, width)
-    lines.append(_next("blame", "critical-chain"))
+    lines += next_verbs(width, "blame", "critical-chain")
     return View(tuple(lines), data, finding=bool(elsewhere) or _troubled(run, rank))
 
 
@@ -332,7 +335,7 @@ def _turn(one: Compiled, width: int) -> list[Text]:
     said += [f"compiled anew: {one.recompile_reason}"] if one.recompile_reason else []
     said += [f"graph break: {text}" for text in one.breaks] + [f"traced again: {text}" for text in one.restarts]
     style = LONGEST if bad else QUIET
-    return [line, *(part for text in said for part in _wrap(f"        └ {text}", width, style, indent=10))]
+    return [line, *(part for text in said for part in wrap(f"        └ {text}", width, style, rest=10))]
 
 
 def _compile_data(run: Run, rank: int) -> dict[str, Any] | None:
@@ -345,8 +348,8 @@ def _compile_data(run: Run, rank: int) -> dict[str, Any] | None:
 
 def _compile_line(run: Run, rank: int) -> str:
     whole = total(compiled_on(run, rank))
-    parts = [_count(whole.graphs, "graph"), f"{whole.from_cache} from cache", f"{whole.recompiled} recompiled"]
-    parts += [_count(whole.breaks, "graph break")] if whole.breaks else []
+    parts = [count(whole.graphs, "graph"), f"{whole.from_cache} from cache", f"{whole.recompiled} recompiled"]
+    parts += [count(whole.breaks, "graph break")] if whole.breaks else []
     parts += [f"{whole.failed} failed"] if whole.failed else []
     line = f"compile {seconds(whole.took)}: {', '.join(parts)}"
     shared = sharing(run)
@@ -376,7 +379,7 @@ def _caches(run: Run) -> list[str]:
     for cache in sorted(run.compile_caches, key=lambda cache: cache.rank):
         role = {"leader": "led", "follower": f"followed rank {cache.leader}", "alone": "went alone"}[cache.role]
         there = f"the code was {'' if cache.hit else 'not '}there{f' ({cache.why})' if cache.why else ''}"
-        size = f"{_count(cache.files, 'file')}, {cache.bytes / 2**20:.1f} MB" if cache.files else ""
+        size = f"{count(cache.files, 'file')}, {cache.bytes / 2**20:.1f} MB" if cache.files else ""
         alike.setdefault((role, there, size), []).append(cache.rank)
     said = []
     for (role, there, size), ranks in alike.items():
@@ -388,10 +391,6 @@ def _caches(run: Run) -> list[str]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_in_short(ranks)}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _compiling(link: Link, inside: Mapping[tuple[str, float], Sequence[Span]]) -> float:
@@ -423,9 +422,9 @@ def imports_view(run: Run, rank: int | None = None, *, everything: bool = False,
     }
     lines = _head(run, width)
     number = sum(one.modules for one in packages)
-    took = f"{_count(number, 'module')} of {_count(len(packages), 'package')} in {seconds(data['seconds'])}"
+    took = f"{count(number, 'module')} of {count(len(packages), 'package')} in {seconds(data['seconds'])}"
     which = " (the median)" if finished_ranks(run) and len(run.headers) > 1 and rank == median_rank(run) else ""
-    lines += _wrap(f"Rank {rank}{which}: {took}, {seconds(data['cpu'])} of it CPU time", width)
+    lines += wrap(f"Rank {rank}{which}: {took}, {seconds(data['cpu'])} of it CPU time", width)
     shown = packages if everything else packages[:_IMPORT_ROWS]
     names = max([7, *(len(one.package) for one in shown)])
     watched = any(one.needed for one in packages)
@@ -453,16 +452,16 @@ def imports_view(run: Run, rank: int | None = None, *, everything: bool = False,
             line.append(_clipped(found.line, width - 10 - len(unneeded)), style="" if found.own else QUIET)
             lines.append(line.append(unneeded))
             of_it = ", ".join(f"{name} {seconds(value)}" for name, value in found.packages[:5])
-            lines += _wrap(f"          └ {of_it}", width, QUIET, indent=12) if of_it else []
+            lines += wrap(f"          └ {of_it}", width, QUIET, rest=12) if of_it else []
     lines.append(Text())
     if before:
         few = f"{', '.join(before[:5])}{', ...' if len(before) > 5 else ''}"
-        lines += _wrap(f"Not seen, imported before record_imports(): {_count(len(before), 'package')} ({few})", width)
-    lines += _wrap("self: its own code; total: with all that it was the first to import", width, QUIET)
+        lines += wrap(f"Not seen, imported before record_imports(): {count(len(before), 'package')} ({few})", width)
+    lines += wrap("self: its own code; total: with all that it was the first to import", width, QUIET)
     way = "INITOPT_IMPORTS=used records a start that tells what the first batch needed"
     meaning = "needed: its code ran after its import, or was imported by such code"
-    lines += _wrap(f"{meaning}; ~ what only reads constants is not seen" if watched else way, width, QUIET)
-    lines.append(_next("defer", "blame") if watched else _next("blame", "plot"))
+    lines += wrap(f"{meaning}; ~ what only reads constants is not seen" if watched else way, width, QUIET)
+    lines += next_verbs(width, "defer", "blame") if watched else next_verbs(width, "blame", "plot")
     return View(tuple(lines), data)
 
 
@@ -519,10 +518,10 @@ def defer_view(run: Run, *, width: int = 80) -> View:
     said_of = [f"Looked at: {', '.join(_LOOKED_AT[what] for what in looked) or 'nothing'}."]
     for why in dict.fromkeys(unseen.values()):
         said_of.append(f"Not at {' and '.join(_LOOKED_AT[what] for what in unseen if unseen[what] == why)}: {why}.")
-    looked_at = [line for text in said_of for line in _wrap(text, width, QUIET)]
+    looked_at = [line for text in said_of for line in wrap(text, width, QUIET)]
     if not found:
-        lines += _wrap("Nothing was found that the first batch did not need.", width)
-        lines += [Text(), *looked_at, _next("blame")]
+        lines += wrap("Nothing was found that the first batch did not need.", width)
+        lines += [Text(), *looked_at, *next_verbs(width, "blame")]
         return View(tuple(lines), data)
     lines.append(Text("    took   saves  what the first batch did not need", style=QUIET))
     for one in found:
@@ -531,17 +530,17 @@ def defer_view(run: Run, *, width: int = 80) -> View:
         line.append(_clipped(one.what, width - 20), style=LONGEST)
         lines.append(line)
         step = f", in step {one.step}" if one.step and one.kind != "step" else ""
-        lines += _wrap(f"{'':>18}{one.place}{step}", width, QUIET, indent=20)
+        lines += wrap(f"{'':>18}{one.place}{step}", width, QUIET, rest=20)
         if one.kept:
             few = f"{', '.join(one.kept[:5])}{', ...' if len(one.kept) > 5 else ''}"
-            lines += _wrap(f"{'':>18}keeps {few}, which it also brought in", width, QUIET, indent=20)
+            lines += wrap(f"{'':>18}keeps {few}, which it also brought in", width, QUIET, rest=20)
         for text in one.provided:
-            lines += _wrap(f"{'':>18}if {text}", width, QUIET, indent=20)
+            lines += wrap(f"{'':>18}if {text}", width, QUIET, rest=20)
     lines.append(Text())
     said = f"Together ~{seconds(max(0.0, whole))}, simulated with all of them after the first batch."
-    lines += _wrap(said, width, "bold")
-    lines += _wrap("A saving is 0 where the step was not on the chain that decided.", width, QUIET)
-    lines += [*looked_at, _next(*(("imports",) if run.imported else ()), "critical-chain")]
+    lines += wrap(said, width, "bold")
+    lines += wrap("A saving is 0 where the step was not on the chain that decided.", width, QUIET)
+    lines += [*looked_at, *next_verbs(width, *(("imports",) if run.imported else ()), "critical-chain")]
     return View(tuple(lines), data, finding=True)
 
 
@@ -590,7 +589,7 @@ def ett_view(
     lines.append(Text("ETT% = 1 - (TTS + failures x TTR) / wall", style="bold"))
     rows: list[tuple[str, ...]]
     if baseline is None:
-        lines += _wrap(f"TTS, worker start to first batch of the slowest rank: {seconds(start)}", width)
+        lines += wrap(f"TTS, worker start to first batch of the slowest rank: {seconds(start)}", width)
         shares = [ett(job.wall, start, job.failures, time_to_recover(start, lost_work)) for job in jobs]
         data["jobs"] = [{**asdict(job), "ett": share} for job, share in zip(jobs, shares, strict=True)]
         rows = [("job", "failures", "ETT%")]
@@ -603,7 +602,7 @@ def ett_view(
             {**asdict(g.job), "before": g.before, "after": g.after, "points": g.points, "hours_back": g.hours_back}
             for g in gains
         ]
-        lines += _wrap(
+        lines += wrap(
             f"TTS, worker start to first batch of the slowest rank: {seconds(before)} ({_named(baseline)}) -> "
             f"{seconds(start)} ({_named(run)})",
             width,
@@ -612,12 +611,12 @@ def ett_view(
         for g in gains:
             change = f"~{100 * g.before:.2f} -> ~{100 * g.after:.2f}"
             rows.append((g.job.name, f"{g.job.failures:g}", change, f"~{g.points:+.2f}", f"~{g.hours_back:.2g}"))
-    lines += _wrap(f"TTR = TTS + {seconds(lost_work)} of lost work per failure (--lost)", width)
+    lines += wrap(f"TTR = TTS + {seconds(lost_work)} of lost work per failure (--lost)", width)
     lines.append(Text())
-    lines += _table(rows)
+    lines += table(rows)
     lines.append(Text())
-    lines += _wrap("Start-up is paid 1 + failures times. Not counted: " + "; ".join(NOT_COUNTED) + ".", width, QUIET)
-    lines.append(_next("bench"))
+    lines += wrap("Start-up is paid 1 + failures times. Not counted: " + "; ".join(NOT_COUNTED) + ".", width, QUIET)
+    lines += next_verbs(width, "bench")
     return View(tuple(lines), data)
 
 
@@ -636,23 +635,23 @@ def bench_view(
     ranks = f"{measured.ranks} {'rank' if measured.ranks == 1 else 'ranks'}"
     hosts = f"{len(measured.hosts)} {'host' if len(measured.hosts) == 1 else 'hosts'}"
     known = f"bench {measured.name} · {ranks} on {hosts} · {measured.cores} cores · {_moment(measured.taken)}"
-    lines = _wrap(known, width, "bold")
-    lines += _wrap(" · ".join(f"{name} {version}" for name, version in measured.versions.items()), width, QUIET)
+    lines = wrap(known, width, "bold")
+    lines += wrap(" · ".join(f"{name} {version}" for name, version in measured.versions.items()), width, QUIET)
     lines += _warned(measured.labels, width)
     lines.append(Text())
     rows: list[tuple[str, ...]] = [("first batch", "median", "range", "work", "wait", "queue", "runs")]
     rows += [_side(side, side.name) for side in (measured.stock, measured.initopt)]
     if comparison is not None and comparison.before is not measured.stock:
         rows.append(_side(comparison.before, comparison.before_name))
-    lines += [*_table(rows), Text()]
+    lines += [*table(rows), Text()]
 
     ratio = measured.ratio
     pairs = f"{len(measured.stock.samples)} {'pair' if len(measured.stock.samples) == 1 else 'pairs'}"
     faster = f"{ratio.median:.2f} times as fast as stock ({ratio.min:.2f} ... {ratio.max:.2f} in {pairs})."
-    lines += _wrap(faster, width, "bold")
+    lines += wrap(faster, width, "bold")
     slowest = f"{seconds(measured.stock.slowest)} -> {seconds(measured.initopt.slowest)}"
-    lines += _wrap(f"Slowest rank {slowest} (medians).", width)
-    lines += _wrap(_trained(measured.state), width)
+    lines += wrap(f"Slowest rank {slowest} (medians).", width)
+    lines += wrap(_trained(measured.state), width)
     data: dict[str, Any] = {**json.loads(measured.to_json()), "version": JSON_VERSION, "comparison": None, "gate": None}
     warnings = list(measured.warnings)
     if comparison is not None:
@@ -660,21 +659,21 @@ def bench_view(
         chance = "; the ranges overlap, so it may be chance" if comparison.overlaps else ""
         if comparison.before is not measured.stock:
             said = f"{comparison.after_name} is {abs(change):.1%} {'slower' if change > 0 else 'faster'} than"
-            lines += _wrap(f"{said} {comparison.before_name}{chance}.", width)
+            lines += wrap(f"{said} {comparison.before_name}{chance}.", width)
         warnings += [warning for warning in comparison.warnings if warning not in warnings]
         data["comparison"] = {"before": comparison.before_name, "change": change, "overlaps": comparison.overlaps}
     if verdict is not None:
         unit = verdict.gate.unit
         found = f"{verdict.gate.metric} changed by {verdict.change:+.1f}{unit}"
         word = "passed" if verdict.passed else "FAILED"
-        lines += _wrap(f"Gate {word}: {found}, the gate is '{verdict.gate}'.", width, "" if verdict.passed else LONGEST)
+        lines += wrap(f"Gate {word}: {found}, the gate is '{verdict.gate}'.", width, "" if verdict.passed else LONGEST)
         if not verdict.passed:
             grown = [f"{g.step} {seconds(g.before)} -> {seconds(g.after)}" for g in verdict.grown[:3]]
-            lines += _wrap("Grew most: " + (", ".join(grown) or "no single step"), width)
+            lines += wrap("Grew most: " + (", ".join(grown) or "no single step"), width)
         data["gate"] = {"text": str(verdict.gate), "passed": verdict.passed, "change": verdict.change}
     data["warnings"] = warnings
     lines += _warned(warnings, width)
-    lines.append(_next("ett", "bench --compare NNNN"))
+    lines += next_verbs(width, "ett", "bench --compare NNNN")
     finding = measured.state.verdict == "different" or (verdict is not None and not verdict.passed)
     return View(tuple(lines), data, finding)
 
@@ -753,7 +752,7 @@ def about(run: Run) -> dict[str, Any]:
 
 
 def _head(run: Run, width: int) -> list[Text]:
-    lines = _wrap(title(run), width, "bold")
+    lines = wrap(title(run), width, "bold")
     lines += _label_lines(run, width)
     lines += _warned(run.warnings, width)
     if run.missing_ranks:
@@ -767,7 +766,30 @@ def _label_lines(run: Run, width: int) -> list[Text]:
 
 
 def _warned(warnings: Iterable[str], width: int) -> list[Text]:
-    return [line for warning in warnings for line in _wrap(f"! {warning}", width, "yellow", indent=2)]
+    return [line for warning in warnings for line in wrap(f"! {warning}", width, "yellow", rest=2)]
+
+
+def _optimized(run: Run, data: dict[str, Any], width: int) -> list[Text]:
+    """What `initopt.run --optimize` did, what it left alone and why, and what the script could do itself."""
+    done = [one for one in run.optimized if one.applied]
+    left = [one for one in run.optimized if not one.applied]
+    could = advice(run)
+    data["optimized"] = [asdict(one) for one in run.optimized]
+    data["advice"] = [asdict(one) for one in could]
+    lines = [Text()]
+    for title, found in (("Optimized", done), ("As it was", left)):
+        said: dict[tuple[str, str, str], list[int]] = {}
+        for one in found:
+            said.setdefault((one.name, one.text, one.place), []).append(one.rank)
+        for (name, text, place), ranks in said.items():
+            at = f" ({place})" if place else ""
+            which = "" if len(set(ranks)) == len(run.headers) else f", rank {ranks_in_short(sorted(set(ranks)))}"
+            lines += wrap(f"{title:<9}  {name}: {text}{at}{which}", width, rest=11)
+    for tip in could:
+        saves = "·" if tip.saves is None else f"~{seconds(tip.saves)}"
+        lines += wrap(f"{'Advice':<9}  {tip.place or 'the script'}: {saves}  {tip.text}", width, rest=11)
+    lines.append(Text())
+    return lines
 
 
 def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
@@ -780,10 +802,12 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
             at[str(rank)] = last
             ended = f"last recorded step {last['step']!r} ended"
             what = f"{last['step']!r} failed with {last['error']}" if last["error"] else ended
-            lines += _wrap(f"  rank {rank}: {what} after {seconds(last['end'])}", width)
+            lines += wrap(f"  rank {rank}: {what} after {seconds(last['end'])}", width)
     data["stopped"] = at
     lines += _notes(run, width)
-    lines.append(_next("blame"))
+    if run.optimized:
+        lines += _optimized(run, data, width)
+    lines += next_verbs(width, "blame")
     return View(tuple(lines), data, finding=True)
 
 
@@ -801,7 +825,7 @@ def _notes(run: Run, width: int, *, stage: str | None = None) -> list[Text]:
     steps = {span.name for span in run.spans if stage in (None, span.stage) and span.kind == "step"}
     notes = [note for note in run.notes if stage is None or note.step in steps]
     said = dict.fromkeys(f"{note.step}: {note.text}" if note.step else note.text for note in notes)
-    return [line for text in said for part in text.splitlines() for line in _wrap(part, width)]
+    return [line for text in said for part in text.splitlines() for line in wrap(part, width)]
 
 
 def _why(run: Run, span: Span) -> str:
@@ -852,37 +876,6 @@ def _decided(run: Run, links: Sequence[Link]) -> str:
 
 def _dot(value: float) -> str:
     return "·" if value < 0.0005 else seconds(value)
-
-
-def _next(*verbs: str) -> Text:
-    return Text("next: " + ", ".join(f"initopt {verb}" for verb in verbs), style=QUIET)
-
-
-def _wrap(text: str | Text, width: int, style: str = "", *, indent: int = 0) -> list[Text]:
-    """The text in lines of at most `width` cells, broken at blanks where there are any; all but the first indented."""
-    rest = Text(text, style=style) if isinstance(text, str) else text
-    lines: list[Text] = []
-    while True:
-        room = width if not lines else width - indent
-        at = rest.plain.rfind(" ", 1, room + 1) if len(rest) > room else -1
-        if len(rest) > room and not rest.plain[:at].strip():
-            at = rest.plain.find(" ", len(rest.plain) - len(rest.plain.lstrip()))
-        line, *more = rest.divide([at, at + 1]) if at > 0 else [rest]
-        line.rstrip()
-        lines.append(Text(" " * indent) + line if lines else line)
-        if not more:
-            return lines
-        rest = more[1]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[Text]:
-    """Columns padded to their widest cell, the first to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        lines.append(Text("  ".join(cells).rstrip(), style=QUIET if number == 0 else ""))
-    return lines
 
 
 def versions(run: Run) -> Mapping[str, str]:

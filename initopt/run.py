@@ -16,17 +16,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+from initopt.optimizations import NAMES, TABLE
+
 VARIABLE = "INITOPT_RUN"
 """Set where a start-up is recorded: the interpreter that is meant, the script's process id, a `Wanted` as JSON."""
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "every_process")
 
-_USAGE = """usage: python -m initopt.run [--until NAME] [--root DIR] SCRIPT [ARG]...
-       python -m initopt.run [--until NAME] [--root DIR] -m MODULE [ARG]...
-       torchrun [OPTION]... -m initopt.run [--until NAME] [--root DIR] SCRIPT [ARG]...
+_USAGE = f"""usage: python -m initopt.run [OPTION]... SCRIPT [ARG]...
+       python -m initopt.run [OPTION]... -m MODULE [ARG]...
+       torchrun [OPTION]... -m initopt.run [OPTION]... SCRIPT [ARG]...
 
 Runs the script or module as Python would, and records its start-up on every rank, up to the first training step.
 
+  --optimize    also make it shorter, where the training is proven to stay the same. Without one of these:
+{chr(10).join(f"    {'--no-' + one.name:<17}{one.does}" for one in TABLE)}
   --until NAME  the start-up ends with the step NAME: one of the script's (`with initopt.step("NAME")`) or one that was
                 found, such as first_batch. Default: the first optimizer step on real data
   --root DIR    where runs are kept; default: $INITOPT_ROOT, else .initopt
@@ -48,6 +52,7 @@ class Wanted:
     root: str
     before: str | None
     spent: float = 0.0
+    optimize: Sequence[str] = ()
 
 
 class _Usage(Exception):
@@ -72,7 +77,9 @@ def main() -> NoReturn:
         os.execv(sys.executable, command)
     before = os.environ.get("PYTHONPATH")
     name = program[1] if program[0] == "-m" else os.path.basename(program[0].rstrip(os.sep))
-    wanted = Wanted(os.getpid(), name, options["until"], options["root"], before, time.thread_time())
+    wanted = Wanted(
+        os.getpid(), name, options.until, options.root, before, time.thread_time(), optimize=options.optimize
+    )
     environment = {
         **os.environ,
         "PYTHONPATH": _with_folder(before),
@@ -102,22 +109,41 @@ def interpreter_words(words: Sequence[str]) -> list[str]:
     return [*kept, *([option] if option != "-" else [])]
 
 
-def _parsed(words: Sequence[str]) -> tuple[dict[str, str] | None, list[str]]:
+@dataclass(slots=True)
+class _Options:
+    until: str = ""
+    root: str = ""
+    optimize: tuple[str, ...] = ()
+
+
+def _parsed(words: Sequence[str]) -> tuple[_Options | None, list[str]]:
     """The options (None: help is asked for) and the program with its arguments."""
-    options = {"until": "", "root": ""}
+    options = _Options()
+    left_out: list[str] = []
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         word, given, value = rest.pop(0).partition("=")
         if word in ("-h", "--help"):
             return None, []
         name = word.removeprefix("--")
-        if name not in options or not word.startswith("--"):
+        if name == "optimize" or (name.startswith("no-") and name[3:] in NAMES):
+            if given:
+                raise _Usage(f"initopt.run: {word} takes no value")
+            if name == "optimize":
+                options.optimize = NAMES
+            else:
+                left_out.append(name[3:])
+            continue
+        if name not in ("until", "root") or not word.startswith("--"):
             raise _Usage(f"initopt.run: there is no option {word}; the script's own come after its name")
         if not given:
             value = rest.pop(0) if rest else ""
         if not value:
             raise _Usage(f"initopt.run: {word} needs a value")
-        options[name] = value
+        setattr(options, name, value)
+    if left_out and not options.optimize:
+        raise _Usage(f"initopt.run: --no-{left_out[0]} takes something away from --optimize, which is not there")
+    options.optimize = tuple(name for name in options.optimize if name not in left_out)
     if not rest or rest == ["-m"]:
         raise _Usage("initopt.run: no script is named")
     return options, rest

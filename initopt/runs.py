@@ -20,12 +20,14 @@ from initopt.imports import Imported, ImportLine
 from initopt.record import (
     FIRST_STEP,
     FORMAT,
+    Advised,
     Begun,
     CompileCache,
     Compiled,
     Digest,
     Header,
     Note,
+    Optimized,
     Span,
     Trailer,
     Usage,
@@ -72,6 +74,8 @@ _Record = TypeVar(
     ImportLine,
     Unused,
     Watched,
+    Optimized,
+    Advised,
     Trailer,
 )
 _Timed = TypeVar("_Timed", Span, Begun, Compiled)
@@ -110,7 +114,8 @@ class Run:
     process group that was seen. `compiled` is what torch's compiler did, `compile_caches` how the ranks came to their
     compiled code. `imported` and `import_lines` are the packages that each rank imported and the lines that did so,
     the longest first, where that was recorded, `unused` what they made and did not use before the first batch was done,
-    `watched` whether each rank looked at these. `stuck` are the collectives that had begun and not ended when a rank's
+    `watched` whether each rank looked at these. `optimized` is what `initopt.run --optimize` did, and left alone, and
+    `advised` what the script could do. `stuck` are the collectives that had begun and not ended when a rank's
     record did. `missing_ranks` left no file. `warnings` say what the run can't be trusted in.
     """
 
@@ -130,6 +135,8 @@ class Run:
     import_lines: tuple[ImportLine, ...] = ()
     unused: tuple[Unused, ...] = ()
     watched: Mapping[int, Watched] = field(default_factory=dict)
+    optimized: tuple[Optimized, ...] = ()
+    advised: tuple[Advised, ...] = ()
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stuck: tuple[Begun, ...] = ()
     missing_ranks: tuple[int, ...] = ()
@@ -241,6 +248,8 @@ class _File:
     import_lines: list[ImportLine] = field(default_factory=list)
     unused: list[Unused] = field(default_factory=list)
     watched: Watched | None = None
+    optimized: list[Optimized] = field(default_factory=list)
+    advised: list[Advised] = field(default_factory=list)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     trailer: Trailer | None = None
     usage: Usage | None = None
@@ -295,6 +304,10 @@ def _read(path: Path) -> _File:
             file.unused.append(_convert(Unused, values, path, number))
         elif kind == "watched":
             file.watched = _convert(Watched, values, path, number)
+        elif kind == "optimized":
+            file.optimized.append(_convert(Optimized, values, path, number))
+        elif kind == "advised":
+            file.advised.append(_convert(Advised, values, path, number))
         elif kind == "usage":
             file.usage = _convert(Usage, values, path, number)
         elif kind == "trailer":
@@ -379,6 +392,8 @@ def _joined(path: Path, files: list[_File]) -> Run:
         import_lines=tuple(one for file in files for one in file.import_lines),
         unused=tuple(one for file in files for one in file.unused),
         watched={file.watched.rank: file.watched for file in files if file.watched is not None},
+        optimized=tuple(one for file in files for one in file.optimized),
+        advised=tuple(one for file in files for one in file.advised),
         usages={file.usage.rank: file.usage for file in files if file.usage is not None},
         groups=groups,
         stuck=tuple(_moved(b, zero[f.header.rank]) for f in files if f.header for b in f.begun.values()),

@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from initopt.entry_points import Event, Hooks
 from initopt.first_training_step import FirstStep, Trained
@@ -26,6 +26,9 @@ from initopt.own_lines import Between, Moment, Own
 from initopt.process_tree import cpu_seconds
 from initopt.record import FIRST_STEP, Recorder, Span, Usage, current_recorder, run_numbers, run_root
 from initopt.run import Wanted, forget, wanted
+
+if TYPE_CHECKING:
+    from initopt.optimize.applied import Optimizing
 
 THROWN_AWAY = "thrown_away_step"
 """A training step whose outcome was overwritten from a checkpoint before the next one."""
@@ -62,6 +65,7 @@ class WatchedRun:
         self._own = Own()
         self._is_rank = False
         self._done = False
+        self._optimizing: Optimizing | None = None
         self._anew()
 
     def _anew(self) -> None:
@@ -74,6 +78,18 @@ class WatchedRun:
         self._imports: Recording | None = recording()
         self._imports_over = False
         self._recorder = _Found(self)
+        if self._optimizing is not None:
+            self._optimizing.end()
+        if self._asked.optimize:
+            # Who only records does not pay for these.
+            from initopt.optimize.applied import Optimizing
+            from initopt.optimize.saying import Saying
+
+            saying = Saying(lambda: self._recorder, self._place)
+            is_script = self._asked.program == self._pid
+            self._optimizing = Optimizing(
+                self._asked.optimize, self._asked.name, self._root, saying, is_script=is_script
+            )
 
     def begin(self, entered: float) -> None:
         """Begin to watch."""
@@ -99,6 +115,8 @@ class WatchedRun:
         with self._fail_safe():
             if current_recorder() is not self._recorder:
                 # The script has a recorder of its own, and needs no second one.
+                if self._optimizing is not None and os.environ.get("RANK", "0") == "0":
+                    _say("the script has a recorder of its own, so nothing is optimized")
                 self._leave()
                 return False
             if forked:
@@ -129,8 +147,16 @@ class WatchedRun:
         elif event == "batch":
             with self._batch(arguments[0]):
                 yield
+        elif event == "loader_made":
+            yield
+            with self._fail_safe():
+                if self._optimizing is not None and self._main():
+                    self._optimizing.loader_made(arguments[0], time.perf_counter())
         else:
             name, stage = _STEPS[event]
+            if event == "loader" and self._optimizing is not None and self._main():
+                with self._fail_safe():
+                    self._optimizing.loader_begins(arguments[0], time.perf_counter())
             if self._recorder.step_here() == name:
                 yield
             else:
@@ -171,8 +197,12 @@ class WatchedRun:
         if known:
             yield
         else:
+            outer, began = self._recorder.step_here(), time.perf_counter()
             with self._recorder.span(name, stage=stage):
                 yield
+            with self._fail_safe():
+                if self._optimizing is not None and self._main():
+                    self._optimizing.first_batch(iterator, time.perf_counter() - began, outer or name)
         if self._main():
             self._first.batch_came(self._own.now())
 
@@ -184,7 +214,9 @@ class WatchedRun:
 
     def _after(self, event: Event, arguments: tuple[Any, ...]) -> None:
         """Look at what a step has left."""
-        if event == "dmp":
+        if event == "group" and self._optimizing is not None:
+            self._optimizing.joined()
+        elif event == "dmp":
             # Public, but in a library that may be missing.
             split = getattr(sys.modules.get("torchrec.optim.optimizers"), "in_backward_optimizer_filter", None)
             if split is not None:
@@ -197,6 +229,10 @@ class WatchedRun:
 
     def _loads_what_was_trained(self, arguments: tuple[Any, ...]) -> bool:
         return not self._trained.isdisjoint(_places(arguments[0]))
+
+    def instead(self, event: Event, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of an entry point: itself, unless it is optimized."""
+        return function if self._done or self._optimizing is None else self._optimizing.instead(event, function)
 
     def optimizer_stepped(self, optimizer: Any) -> None:
         """See whether that was the first training step."""
@@ -230,6 +266,7 @@ class WatchedRun:
     def named_end(self) -> None:
         """The step that ends the start-up, by its name, has ended."""
         with self._fail_safe():
+            self._keep_optimized()
             if self.until:
                 self._recorder.note(f"the step {self.until!r} ends this start-up (--until)")
             self._leave()
@@ -240,8 +277,18 @@ class WatchedRun:
         self._put_training(FIRST_STEP, found)
         if self._usage is not None:
             self._recorder.usage(self._usage)
+        self._keep_optimized()
         self._leave()
         self._say_first_batch()
+
+    def _keep_optimized(self) -> None:
+        if self._optimizing is not None:
+            self._optimizing.trained()
+
+    def _place(self) -> str:
+        """The line of the script that the calling thread is in, empty where it is in none."""
+        lines = self._own.now().lines
+        return f"{lines[-1].file}:{lines[-1].number}" if lines else ""
 
     @property
     def until(self) -> str:
@@ -268,6 +315,8 @@ class WatchedRun:
     def _imported(self, module: str) -> None:
         with self._fail_safe():
             self._hooks.imported(module)
+            if self._optimizing is not None and not self._done:
+                self._optimizing.imported(module)
 
     def _imports_end(self) -> None:
         """The program goes on from its imports to something else."""
@@ -304,6 +353,8 @@ class WatchedRun:
             self._recorder.__exit__(None, None, None)
         self._watching.close()
         self._hooks.take_out()
+        if self._optimizing is not None:
+            self._optimizing.end()
         forget(self._asked)
 
     def _at_exit(self) -> None:
@@ -352,6 +403,8 @@ class WatchedRun:
             with suppress(Exception):
                 self._recorder.close()
                 self._watching.close()
+                if self._optimizing is not None:
+                    self._optimizing.end()
             self._hooks.take_out()
             logging.getLogger("initopt").warning(
                 "recording into %s stopped, the job goes on: %s: %s", self._root, type(error).__name__, error

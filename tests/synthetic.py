@@ -12,7 +12,7 @@ from pathlib import Path
 
 from initopt.graph import Graph, Step
 from initopt.imports import Imported, ImportLine
-from initopt.record import CompileCache, Compiled, Digest, Header, Span, Trailer, Usage, Watched
+from initopt.record import Advised, CompileCache, Compiled, Digest, Header, Optimized, Span, Trailer, Usage, Watched
 from initopt.unused import Unused
 
 BORN = 1_795_857_240.0
@@ -225,7 +225,7 @@ def write_run(
     world_size: int | None = None,
     cpu: float = 9.5,
     compiles: Iterable[Compiled | CompileCache] = (),
-    extra: Iterable[Imported | ImportLine | Unused | Watched] = (),
+    extra: Iterable[Imported | ImportLine | Unused | Watched | Optimized | Advised] = (),
 ) -> Path:
     """Write a run under `root` and give its directory. `compiles` and `extra` go to the ranks that they name."""
     compiles, extra = list(compiles), list(extra)
@@ -258,6 +258,7 @@ def write_run(
                 kind = "compiled" if isinstance(one, Compiled) else "compile_cache"
                 lines.append({"kind": kind, **asdict(one)})
         kinds = {Imported: "imported", ImportLine: "import_line", Unused: "unused", Watched: "watched"}
+        kinds |= {Optimized: "optimized", Advised: "advised"}
         lines += [{"kind": kinds[type(one)], **asdict(one)} for one in extra if one.rank == rank]
         lines.append({"kind": "usage", **asdict(Usage(end, cpu, rank))})
         lines.append({"kind": "trailer", **asdict(Trailer(rank, end, 0.012, 2**30))})

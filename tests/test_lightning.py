@@ -110,7 +110,8 @@ def test_it_reaches_ranks_that_are_spawned() -> None:
 def test_another_version_is_left_alone_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(StartUp()), "_version", "3.0.0")
     with Recorder("lit", mode="stock", root=tmp_path) as recorder:
-        with pytest.warns(UserWarning, match=r"initopt: Lightning 3\.0\.0 is not known.*use 2\.5\.x or 2\.6\.x") as warned:
+        unknown = r"initopt: Lightning 3\.0\.0 is not known.*use 2\.5\.x or 2\.6\.x"
+        with pytest.warns(UserWarning, match=unknown) as warned:
             callback = StartUp()
         fit(Module(None), callback)
         recorder.note("not empty", step="")

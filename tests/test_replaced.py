@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -85,3 +86,13 @@ def test_an_error_puts_it_back(module: Any) -> None:
 def test_what_is_not_there_can_not_be_replaced(module: Any) -> None:
     with pytest.raises(AttributeError, match="answer"), on_this_thread(module, "answer", lambda: "mine"):
         pass
+
+
+def test_who_asks_for_its_signature_or_its_home_is_told_the_originals(module: Any) -> None:
+    def ask(name: str, *, twice: bool = False) -> str:
+        return name
+
+    module.ask, ask.__module__ = ask, "example"
+    with on_this_thread(module, "ask", lambda *args, **kwargs: "mine"):
+        assert module.ask("x") == "mine"
+        assert inspect.signature(module.ask) == inspect.signature(ask) and module.ask.__module__ == "example"

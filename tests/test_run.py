@@ -77,6 +77,9 @@ def test_the_interpreter_s_own_options_are_kept(words: list[str], kept: list[str
         (["--until=", "script.py"], "--until needs a value"),
         (["--root", "", "script.py"], "--root needs a value"),
         (["--optimise", "script.py"], "there is no option --optimise"),
+        (["--optimize=yes", "script.py"], "--optimize takes no value"),
+        (["--optimize", "--no-magic", "script.py"], "there is no option --no-magic"),
+        (["--no-plan", "script.py"], "--no-plan takes something away from --optimize"),
         (["-root", "x", "script.py"], "there is no option -root"),
     ],
 )

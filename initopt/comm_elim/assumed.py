@@ -81,6 +81,22 @@ def placement(plan: Any) -> str:
     return "\n".join(lines)
 
 
+def two_dimensional(given: Mapping[str, Any]) -> str:
+    """What a DMPCollection is made with: how ranks are divided, and the same and the plan of each submodule."""
+    names = ("world_size", "sharding_group_size", "node_group_size", "use_inter_host_allreduce", "sharding_strategy")
+    lines = [f"{name}={given[name]}" for name in (*names, "use_sharded_relay")]
+    for one in given["submodule_configs"] or ():
+        lines.append(f"{one.module.__name__}: " + " ".join(f"{name}={getattr(one, name)}" for name in names[1:]))
+        lines += [f"{one.module.__name__}: {line}" for line in placement(one.plan).splitlines()]
+    return "\n".join(lines)
+
+
+def wrapper(of: Any) -> str:
+    """The class of a DataParallelWrapper, and which parameters it ignores."""
+    ignored = sorted(getattr(of, "_additional_params_to_ignore", ()))
+    return "\n".join([type(of).__name__, *(f"ignores {name}" for name in ignored)])
+
+
 @dataclass(frozen=True)
 class _Seen:
     parameter: nn.Parameter
@@ -103,6 +119,7 @@ class Dense:
         # Not yet filled: what they will hold is decided later, after other draws.
         there = {name: one for name, one in found.items() if not one.is_meta and type(one) is nn.Parameter}
         self._forms = [f"{name}: {_form(one)}" for name, one in found.items()]
+        self._shapes = [f"number {at} has {tuple(one.shape)}" for at, one in enumerate(found.values())]
         if sum(one.nbytes for one in there.values()) > MOST:
             self._forms.append("too large to compare")
             return
@@ -110,8 +127,12 @@ class Dense:
             self._values[name] = _values(one)
             self._seen[name] = _Seen(one, *_state(one))
 
+    def shapes(self) -> str:
+        """Shapes alone: where only names differ, DistributedDataParallel goes by the order."""
+        return "\n".join(self._shapes)
+
     def forms(self) -> str:
-        """Names and shapes."""
+        """Names, shapes, types, and what else a parameter is."""
         return "\n".join(self._forms)
 
     def values(self) -> str:

@@ -1,7 +1,11 @@
 """DistributedDataParallel without the sync of its construction, where all ranks are known to hold the same parameters.
 
-Its broadcast of rank 0's values stays where they differ, and its shape check, too, where parameters were on the meta
-device or are not all known. Buffers stay as each rank has them, as TorchRec's wrapper wants it.
+TorchRec wraps the whole model (`torchrec/distributed/model_parallel.py:183`); that checks the shapes of the dense
+parameters and sends rank 0's values (`torch/nn/parallel/distributed.py:1064`, `:1066`). Where shapes and values are
+equal on all ranks, both change nothing: the ranks compare digests of them, and it is an error if a value is written to
+after that. The broadcast stays where values differ, and the check, too, where parameters were on the meta device or are
+not all known; so an error of the check comes as ever. Buffers stay as each rank has them: TorchRec has them not sent
+(`broadcast_buffers=False`).
 """
 
 from __future__ import annotations
@@ -79,8 +83,6 @@ def _stays(wrapper: Any) -> str:
 
     if type(wrapper) is not DefaultDataParallelWrapper:
         return f"{type(wrapper).__name__} wraps the model in its own way"
-    if wrapper._additional_params_to_ignore:
-        return "the wrapper ignores parameters"
     if wrapper._ddp_kwargs:
         return f"the wrapper sets {', '.join(sorted(wrapper._ddp_kwargs))}"
     return ""

@@ -1,9 +1,11 @@
 """Data-parallel tables: one broadcast for all of them, and none of the values that are overwritten before.
 
-TorchRec wraps the tables in a DistributedDataParallel, whose construction checks their shapes and sends rank 0's
-values; then it fills the tables, and sends each from rank 0 by itself. The shapes follow from the tables on which the
-ranks have agreed, and the first values are dead. The second ones are not: where ranks hold shards of different size
-their generators drift apart, so they are sent, together.
+TorchRec wraps the tables in a DistributedDataParallel (`torchrec/distributed/embeddingbag.py:836`, `embedding.py:627`),
+whose construction checks their shapes and sends rank 0's values (`torch/nn/parallel/distributed.py:1064`, `:1066`);
+then it fills the tables, and sends each from rank 0 by itself (`embeddingbag.py:1636`, `embedding.py:1275`). The shapes
+follow from the tables on which the ranks have agreed, and the first values are dead: nothing reads a table between the
+two. The second ones are not: where ranks hold shards of different size their generators drift apart, so they are sent,
+together, when the last table is filled. Until then only the fill of a table reads it, if it is one of torch.nn.init's.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from initopt.comm_elim.findings import Finding, at, calls_in, kept
+from initopt.comm_elim.known_calls import GROUPS
 from initopt.comm_elim.program import Program, failed
 from initopt.comm_elim.timeline import Met
 
@@ -26,7 +27,7 @@ _OWN = "may order files, logs or other work around it"
 def drop(program: Program) -> list[Finding]:
     """Find barriers that nothing but their neighbour depends on. Others stay, with the reason."""
     findings = []
-    of_torchrec = [met for met in program.at("groups") if met.call.op in BARRIERS and not failed(met)]
+    of_torchrec = [met for met in program.at(*GROUPS) if met.call.op in BARRIERS and not failed(met)]
     if of_torchrec:
         proof = (
             f"{at(of_torchrec[0])} stands behind the calls that make groups, in a function that does nothing else.",
@@ -65,6 +66,8 @@ def _own(program: Program, met: Met) -> Finding:
         f"it: "
         "what it orders is ordered by that next meeting as well, which no rank leaves before all have come.",
         "The wait for the slowest rank moves there.",
+        f"What {step!r} does after its barrier, and {after.call.step!r} before its meeting, is not in the record: see "
+        "that nothing there relies on the barrier.",
     )
     reason = f"{after.call.step} meets the same ranks next"
     return Finding(

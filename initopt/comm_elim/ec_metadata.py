@@ -1,6 +1,10 @@
 """Where the shards of an EmbeddingCollection's tables lie, read from the plan instead of gathered table by table.
 
-TorchRec's code runs as it is; only its gather is answered from the plan, with what each rank would have sent.
+TorchRec makes a ShardedTensor for each table (`torchrec/distributed/embedding.py:1070`), which gathers from every rank
+what it holds of it (`torch/distributed/_shard/sharded_tensor/api.py:777`). A rank has made its shards from the plan, on
+which the ranks have agreed, so the plan says what each would send, and every rank compares its own part. TorchRec's
+code runs as it is, with its checks of what came; only the gather is answered. Tables whose shards the plan does not
+tell, such as virtual ones, are gathered.
 """
 
 from __future__ import annotations
@@ -24,9 +28,11 @@ def rewritten(left_out: Callable[[int], None], kept: Callable[[str], None]) -> I
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
     def state(module: Any, *args: Any, **kwargs: Any) -> None:
-        why = _stays(module)
+        # For DTensors, as in two-dimensional sharding, TorchRec takes the plan itself.
+        why = "" if module._output_dtensor else _stays(module)
         if why:
             kept(why)
+        if why or module._output_dtensor:
             ShardedEmbeddingCollection._initialize_torch_state(module, *args, **kwargs)
             return
         with _answered(module, left_out, kept):
@@ -93,10 +99,8 @@ def _stays(module: Any) -> str:
 
     if type(module) is not ShardedEmbeddingCollection:
         return f"{type(module).__name__} is not TorchRec's own"
-    if type(module._env) is not ShardingEnv:
-        return "the sharding is two-dimensional"
-    if module._output_dtensor:
-        return "the state is of DTensors"
+    if type(module._env) is not ShardingEnv or module._env.process_group is not distributed.group.WORLD:
+        return "it is sharded over a part of the ranks"
     return ""
 
 

@@ -18,19 +18,29 @@ import torch
 from torch import distributed, nn
 
 from initopt.agreement import Agreement, Difference
-from initopt.comm_elim import assumed, dp_tables, ec_metadata, groups, mc_metadata, validation_flag
+from initopt.comm_elim import assumed, default_plan, dp_tables, ec_metadata, groups, mc_metadata, validation_flag
 from initopt.comm_elim import ddp_sync as ddp
 from initopt.comm_elim.assumed import Dense
+from initopt.comm_elim.due import due
+from initopt.optimizations import NAMES
 from initopt.replaced import on_this_thread
 
-REWRITES = ("validation_flag", "groups", "ec_metadata", "mc_metadata", "dp_tables", "ddp_sync")
+REWRITES = ("validation_flag", "plan", "groups", "ec_metadata", "mc_metadata", "dp_tables", "ddp_sync")
 """The rewrites by name, as they follow each other."""
 
 TESTED = {"torch": "2.13.", "torchrec": "1.9."}
 """The versions whose code between two meetings is known. With others nothing is left out."""
 
 _OFF = "INITOPT_DISABLE"
-_FORMS, _VALUES = "dense parameters", "values of dense parameters"
+_SHAPES, _FORMS, _VALUES = "shapes of dense parameters", "dense parameters", "values of dense parameters"
+_HARMLESS = frozenset(
+    (
+        *("__init__", "__module__", "__doc__", "__annotations__", "__abstractmethods__", "_abc_impl", "__qualname__"),
+        *("__dict__", "__weakref__", "__parameters__", "__orig_bases__", "__firstlineno__", "__static_attributes__"),
+        *("forward", "state_dict", "load_state_dict"),
+    )
+)
+"""What a subclass may have of its own: nothing of it runs while TorchRec's __init__ does."""
 
 
 class Elimination:
@@ -48,10 +58,12 @@ class Elimination:
         self.kept: dict[str, str] = {}
         """Why a rewrite was not used, or not everywhere."""
         self._chosen = self._rewrites = _chosen(rewrites)
+        self._known = not _untested()
         self._model: nn.Module | None = None
         self._dense: Dense | None = None
         self._flag = validation_flag.Flag(False, False)
         self._ask_for_flag = False
+        self._making: Any = None
         self._agreement: Agreement | None = None
         self._differences: list[str] = []
 
@@ -86,31 +98,25 @@ class Elimination:
         which = groups.found() if "groups" in self._rewrites else ""
         agreement.assume("process groups", which, functools.partial(self._stay, ["groups"]))
         if parameters:
-            self._compare_parameters(agreement, model, sharders)
+            self._compare_parameters(agreement, model, sharders, wrapped=True)
         return agreement
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Make each DistributedModelParallel that this thread makes in the block so.
+        """Make each DistributedModelParallel and DMPCollection that this thread makes in the block so.
 
-        What `agreement` returned, and `hold` has compared, is not compared again for the first of them.
+        What `agreement` returned, and `hold` has compared, is not compared again for the first of them. The block may
+        be as short as one call of a class or of its `__init__`, looked up in the block.
         """
-        from torchrec.distributed.model_parallel import DistributedModelParallel as Parallel
+        from torchrec.distributed import model_parallel
 
-        signature = inspect.signature(Parallel.__init__)
-
-        def init(dmp: Any, *args: Any, **kwargs: Any) -> None:
-            given = signature.bind(dmp, *args, **kwargs)
-            given.apply_defaults()
-            make = functools.partial(Parallel.__init__, dmp, *args, **kwargs)
-            why = _stays(dmp, given.arguments)
-            if why:
-                self._keep(REWRITES, why, whole=False)
-                make()
-            else:
-                self._make(make, given.arguments)
-
-        with on_this_thread(Parallel, "__init__", init):
+        kinds = [(model_parallel.DistributedModelParallel, _stays)]
+        if hasattr(model_parallel, "DMPCollection"):
+            kinds.append((model_parallel.DMPCollection, _collection_stays))
+        with ExitStack() as stack:
+            for kind, why in kinds:
+                init = functools.partial(self._init, kind, why)
+                stack.enter_context(on_this_thread(kind, "__init__", init))
             yield
 
     def summary(self) -> str:
@@ -118,44 +124,98 @@ class Elimination:
         parts = [f"{count} by {name}" for name, count in self.left_out.items()]
         return f"{sum(self.left_out.values())} meetings of ranks were left out ({', '.join(parts)})" if parts else ""
 
+    def _init(
+        self,
+        kind: Any,
+        stays: Callable[[Any, dict[str, Any]], str],
+        dmp: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        make = functools.partial(kind.__init__, dmp, *args, **kwargs)
+        if dmp is self._making:
+            # A collection calls the __init__ of its base.
+            make()
+            return
+        bound = inspect.signature(kind.__init__).bind(dmp, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        why = stays(dmp, given)
+        if why:
+            self._keep(REWRITES, why, whole=False)
+            make()
+            return
+        self._making = dmp
+        try:
+            self._make(make, given)
+        finally:
+            self._making = None
+
     def _make(self, make: Callable[[], None], given: dict[str, Any]) -> None:
-        from torchrec.distributed.model_parallel import DistributedModelParallel as Parallel
-        from torchrec.distributed.model_parallel import get_default_sharders
+        from torchrec.distributed import model_parallel
 
         model, plan, device = given["module"], given["plan"], given["device"] or torch.device("cpu")
-        sharders = get_default_sharders() if given["sharders"] is None else given["sharders"]
+        sharders = model_parallel.get_default_sharders() if given["sharders"] is None else given["sharders"]
+        wrapper, collection = given["data_parallel_wrapper"], "global_pg" in given
         agreement, self._agreement = self._agreement, None
         if agreement is None or model is not self._model or not agreement.held("rewrites"):
+            if not (self.strict or collection or wrapper is not None or due(model, plan, sharders)):
+                self._keep(REWRITES, "there is no more than one meeting", whole=False)
+                make()
+                return
             where = torch.device("cpu") if "gloo" in distributed.get_backend() else device
             agreement = self.agreement(distributed.group.WORLD, where, model, sharders)
-        # One that TorchRec's planner makes now it sends to all ranks.
         if plan is not None and agreement.plan is not plan:
             agreement.assume("sharding plan of DistributedModelParallel", assumed.placement(plan))
+        if collection:
+            # TorchRec turns the plans into those of a rank's own sharding group: this is before.
+            agreement.assume("two-dimensional sharding", assumed.two_dimensional(given))
+        if wrapper is not None:
+            agreement.assume("data-parallel wrapper", assumed.wrapper(wrapper))
         if not agreement.held(_VALUES):
-            self._compare_parameters(agreement, model, sharders)
-        if agreement.waits:
-            agreement.hold()
-        self._say()
+            self._compare_parameters(
+                agreement, model, sharders, wrapped=wrapper is None and given["init_data_parallel"]
+            )
         with ExitStack() as stack:
+            if plan is None and self._known:
+                # The agreement is held when the plan is made. Until then no rank is sure of anything.
+                agreed, local = functools.partial(self._agreed, stack, unasked=True), "plan" in self._rewrites
+                stack.enter_context(default_plan.rewritten(agreement, agreed, self._by("plan")[0], local=local))
+                stack.enter_context(on_this_thread(model_parallel, "init_collective_validation", lambda group: None))
+            else:
+                if agreement.waits:
+                    agreement.hold()
+                self._agreed(stack)
             foreign = _foreign(sharders)
-            if foreign:
-                self._keep(["ddp_sync"], f"{foreign} may write to dense parameters")
-            if "ddp_sync" in self._rewrites:
-                assert self._dense is not None
-                equal = len(set(agreement.told(_VALUES))) == 1
-                stack.enter_context(ddp.rewritten(self._dense, *self._by("ddp_sync"), equal=equal))
-            stack.enter_context(on_this_thread(Parallel, "_init_dmp", self._shard))
-            self._settle_flag()
+            init = functools.partial(self._shard, stack, agreement, foreign)
+            stack.enter_context(on_this_thread(model_parallel.DistributedModelParallel, "_init_dmp", init))
             make()
 
-    def _shard(self, dmp: Any, module: nn.Module) -> nn.Module:
+    def _agreed(self, stack: ExitStack, *, unasked: bool = False) -> None:
+        """Say what differs, settle the flag (TorchRec was kept from asking if `unasked`), and see to the groups."""
+        self._say()
+        if self._ask_for_flag:
+            validation_flag.ask_rank_0(distributed.group.WORLD)
+        elif "validation_flag" in self._rewrites:
+            self._count("validation_flag", int(self._flag.keep()))
+        elif unasked:
+            validation_flag.as_ever(distributed.group.WORLD)
+        self._ask_for_flag = False
+        if "groups" in self._rewrites:
+            stack.enter_context(groups.rewritten(*self._by("groups")))
+
+    def _shard(self, whole: ExitStack, agreement: Agreement, foreign: str, dmp: Any, module: nn.Module) -> nn.Module:
+        if foreign:
+            self._keep(["ddp_sync"], f"{foreign} may write to dense parameters")
+        if "ddp_sync" in self._rewrites:
+            assert self._dense is not None
+            equal = len(set(agreement.told(_VALUES))) == 1
+            whole.enter_context(ddp.rewritten(self._dense, *self._by("ddp_sync"), equal=equal))
         kinds = {sharder.module_type for sharder in dmp.sharders}
         mine = [one for one in module.modules() if type(one) in kinds]
         # Their values are loaded over the tables, so what ranks hold of them is sent before.
         loads = any(getattr(one, "device", None) != torch.device("meta") for one in mine)
         with ExitStack() as stack:
-            if "groups" in self._rewrites:
-                stack.enter_context(groups.rewritten(*self._by("groups")))
             if "ec_metadata" in self._rewrites:
                 stack.enter_context(ec_metadata.rewritten(*self._by("ec_metadata")))
             # Who has none would pay for the import of what is rewritten.
@@ -167,18 +227,16 @@ class Elimination:
             sharded: nn.Module = dmp._init_dmp(module)
         return sharded
 
-    def _compare_parameters(self, agreement: Agreement, model: nn.Module, sharders: Sequence[Any]) -> None:
+    def _compare_parameters(
+        self, agreement: Agreement, model: nn.Module, sharders: Sequence[Any], *, wrapped: bool
+    ) -> None:
         self._dense = Dense(model, sharders)
+        # DistributedDataParallel would fail on some ranks, and leave the others waiting for them.
+        unwrapped = functools.partial(self._stay, ["ddp_sync"])
+        agreement.assume(_SHAPES, self._dense.shapes(), None if wrapped else unwrapped)
         agreement.assume(_FORMS, self._dense.forms(), functools.partial(self._stay, ["ddp_sync"]))
         # Other seeds on other ranks are no mistake: TorchRec sends rank 0's values.
         agreement.assume(_VALUES, self._dense.values(), self._values_stay, explained=False)
-
-    def _settle_flag(self) -> None:
-        if self._ask_for_flag:
-            validation_flag.ask_rank_0(distributed.group.WORLD)
-        elif "validation_flag" in self._rewrites and self._flag.keep():
-            self._count("validation_flag", 1)
-        self._ask_for_flag = False
 
     def _by(self, name: str) -> tuple[Callable[[int], None], Callable[[str], None]]:
         return functools.partial(self._count, name), lambda why: self._keep([name], why, whole=False)
@@ -213,13 +271,15 @@ class Elimination:
 
 @contextmanager
 def eliminated(rewrites: Iterable[str] = REWRITES, *, strict: bool = False) -> Iterator[Elimination]:
-    """Make each DistributedModelParallel that this thread makes in the block with as few meetings as it needs.
+    """Make each DistributedModelParallel or DMPCollection of this thread in the block with as few meetings as it needs.
 
     All ranks enter such a block. Weights, optimizer state and losses are those without it. One all_gather of 256 bytes
     a rank shows that ranks hold the same model, plan, dense parameters, versions and environment. Where they don't,
-    TorchRec's own way is taken, with a warning on rank 0, or Disagreement is raised on all ranks: if tables or the
-    plan differ, or anything with `strict`. `rewrites` and INITOPT_DISABLE choose among REWRITES, and must be the same
-    on all ranks to be of use. Raises ValueError for an unknown name.
+    TorchRec's own way is taken, with a warning on rank 0, or Disagreement is raised on all ranks: if tables, the given
+    plan, shapes of dense parameters, ignored parameters or the division in two dimensions differ, or anything with
+    `strict`. Where no plan is given each rank makes it (see `agree_on_plan`, which may raise PlanError). Where TorchRec
+    would meet at most once nothing is compared, but with `strict`. `rewrites` and INITOPT_DISABLE choose among
+    REWRITES, and must be the same on all ranks to be of use. Raises ValueError for an unknown name.
     """
     elimination = Elimination(rewrites, strict=strict)
     with elimination.block():
@@ -233,22 +293,28 @@ def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:
         raise ValueError(f"there is no rewrite {unknown[0]!r}; there are {', '.join(REWRITES)}")
     off = [name.strip() for name in os.environ.get(_OFF, "").split(",") if name.strip()]
     for name in off:
-        if name not in REWRITES:
+        if name not in (*REWRITES, *NAMES):
             warnings.warn(
                 f"initopt: {_OFF} names {name!r}, which is no rewrite; there are {', '.join(REWRITES)}", stacklevel=4
             )
-    import torchrec  # noqa: F401  its version is asked for
-
-    found = {name: assumed.version(name) for name in TESTED}
-    other = [f"{name} {found[name]}" for name, tested in TESTED.items() if not found[name].startswith(tested)]
+    other = _untested()
     if other:
         tested = " and ".join(f"{name} {number}*" for name, number in TESTED.items())
         warnings.warn(
-            f"initopt: no meeting of ranks is left out: {' and '.join(other)} is not what was tested ({tested})",
-            stacklevel=4,
+            f"initopt: no meeting of ranks is left out: {other} is not what was tested ({tested})", stacklevel=4
         )
         return ()
     return tuple(name for name in REWRITES if name in wanted and name not in off)
+
+
+def _untested() -> str:
+    """What has another version than was tested; empty if nothing has."""
+    import torchrec  # noqa: F401  its version is asked for
+
+    found = {name: assumed.version(name) for name in TESTED}
+    return " and ".join(
+        f"{name} {found[name]}" for name, tested in TESTED.items() if not found[name].startswith(tested)
+    )
 
 
 def _stays(dmp: Any, given: dict[str, Any]) -> str:
@@ -256,14 +322,39 @@ def _stays(dmp: Any, given: dict[str, Any]) -> str:
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv
 
-    if type(dmp) is not DistributedModelParallel:
-        return f"{type(dmp).__name__} is not TorchRec's own"
+    env = given["env"]
+    why = _changed(dmp, DistributedModelParallel)
+    if not why and env is not None and type(env) is not ShardingEnv:
+        why = f"its sharding environment is a {type(env).__name__}"
+    return why or _apart(distributed.group.WORLD if env is None else env.process_group, given["device"])
+
+
+def _collection_stays(dmp: Any, given: dict[str, Any]) -> str:
+    """Why a DMPCollection is made as ever; empty if it is not."""
+    from torchrec.distributed.model_parallel import DMPCollection
+
+    why = _changed(dmp, DMPCollection) or _apart(given["global_pg"], given["device"])
+    return why or ("" if given["world_size"] == distributed.get_world_size() else "it is for a part of the ranks")
+
+
+def _changed(dmp: Any, own: type) -> str:
+    """What a subclass of `own` may do in another way while it is made; empty if it does nothing so."""
+    for kind in type(dmp).__mro__:
+        if kind is own:
+            break
+        for name in vars(kind):
+            if hasattr(own, name) and name not in _HARMLESS:
+                return f"{kind.__name__} has a {name} of its own"
+    return ""
+
+
+def _apart(group: Any, device: torch.device | None) -> str:
+    """Why the ranks don't meet, or can't; empty if they do."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return "there is nobody to meet"
-    env = given["env"]
-    if env is not None and (type(env) is not ShardingEnv or env.process_group is not distributed.group.WORLD):
+    if group is not distributed.group.WORLD:
         return "its process group is not that of all ranks"
-    kind = given["device"].type if given["device"] is not None else "cpu"
+    kind = device.type if device is not None else "cpu"
     if kind == "meta" or (kind == "cpu" and distributed.get_backend() == "nccl"):
         return f"ranks can't meet on the device {kind}"
     return ""

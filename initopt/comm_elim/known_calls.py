@@ -55,9 +55,18 @@ PLACES = (
     *(_of("dp_lookup_sync", _DDP, file, "init_data_parallel") for file in _ANY_COLLECTION),
     *(_of("dp_tables", ("broadcast",), file, "reset_parameters") for file in _ANY_COLLECTION),
     _of("mesh", ("new_group",), "types.py", "__init__"),
+    _of("mesh_2d", ("new_group",), "model_parallel.py", "_create_process_groups"),
+    *(
+        Place("metrics", ("new_group",), (("torchrec/metrics/cpu_offloaded_metric_module.py", function),))
+        for function in ("__init__", "_process_metric_compute_job")
+    ),
     Place("plan_check", ("all_gather",), (("initopt/sharding_plan/together.py", "_gathered"),)),
     Place("agreement", ("all_gather", "all_gather_single", "all_gather_into_tensor"), (("initopt/agreement.py", ""),)),
 )
+
+
+GROUPS = ("groups", "groups_2d", "mesh", "mesh_2d")
+"""The places that make groups, which the rewrite of that name knows."""
 
 
 def known(met: Met, versions: Mapping[str, str]) -> str:

@@ -91,7 +91,8 @@ def _plan(program: Program) -> Iterable[Finding]:
         f"A "
         "plan is a function of the model, the sharders and the topology, which every rank has.",
         f"All {len(meetings[0].spans)} ranks got the same bytes (sha256 {given[0]}).",
-        "With fast_plan (the TorchRec plugin's trainer, or initopt.make_fast) each rank makes it, and one collective "
+        "With fast_plan (the TorchRec plugin's trainer, or initopt.make_fast; the rewrite plan, where "
+        "DistributedModelParallel is given none) each rank makes it, and one collective "
         "shows "
         "that all have the same. A planner that does not give one result everywhere plans on rank 0 as ever.",
     )

@@ -1,6 +1,10 @@
 """Managed collision: how many ids each rank takes, and where its buffers lie, read from the plan instead of gathered.
 
-TorchRec's code runs as it is; only its gathers are answered from the plan, with what each rank would have sent.
+TorchRec gathers the number of ids for each table (`torchrec/distributed/mc_modules.py:533`) and then, for each of its
+buffers, where it lies (`:403`, by `torch/distributed/_shard/sharded_tensor/api.py:777`). A module is rebuilt for the
+range of ids that its shard of the table has in the plan, on which the ranks have agreed, and its buffers are as long as
+that range. That is so for TorchRec's MCHManagedCollisionModule; others decide for themselves, and are gathered. Every
+rank compares its own part. TorchRec's code runs as it is; only its gathers are answered.
 """
 
 from __future__ import annotations
@@ -76,6 +80,8 @@ def _stays(module: Any, holder: Any) -> str:
         return f"{type(module).__name__} is not TorchRec's own"
     if type(module._env) is not ShardingEnv:
         return "the sharding is two-dimensional"
+    if module._env.process_group is not distributed.group.WORLD:
+        return "it is sharded over a part of the ranks"
     if not module.training:
         return "a managed collision collection is not training"
     for table in _tables(module):

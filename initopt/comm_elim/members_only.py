@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from initopt.comm_elim.findings import Finding, at
+from initopt.comm_elim.known_calls import GROUPS
 from initopt.comm_elim.program import Program, failed
 from initopt.comm_elim.timeline import Met
 from initopt.rank_numbers import ranks_in_short
@@ -20,7 +21,7 @@ def members_only(program: Program) -> list[Finding]:
     for (place, _), meetings in found.items():
         calls = tuple(span for met in meetings for span in met.spans if span.rank not in span.ranks)
         member = next(span for span in meetings[0].spans if span.rank not in span.ranks)
-        of_torchrec = place == "groups"
+        of_torchrec = place in GROUPS
         proof = (
             f"{at(meetings[0])}: rank {member.rank} asks for a group of ranks {ranks_in_short(member.ranks)}, is none "
             f"of "
@@ -34,16 +35,14 @@ def members_only(program: Program) -> list[Finding]:
         )
         findings.append(
             Finding(
-                "groups" if place in ("groups", "groups_2d") else "new_group",
+                "groups" if of_torchrec else "new_group",
                 "drop",
                 tuple(meetings),
                 calls,
                 "on ranks that are no members",
                 proof,
                 "groups" if of_torchrec else "",
-                ""
-                if of_torchrec
-                else "the rewrite `groups` knows the groups of TorchRec's row-wise and grid tables only",
+                "" if of_torchrec else "the rewrite `groups` knows the groups of TorchRec's tables and meshes only",
                 agreed=True,
                 about=calls,
             )

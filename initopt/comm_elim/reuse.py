@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from initopt.comm_elim.findings import Finding, at, calls_in, kept
+from initopt.comm_elim.findings import Finding, at, kept
+from initopt.comm_elim.known_calls import GROUPS
 from initopt.comm_elim.program import Program, failed
 from initopt.comm_elim.timeline import MAKES_GROUP, Met
 from initopt.hooks import WORLD
@@ -32,14 +33,21 @@ def reuse(program: Program) -> list[Finding]:
 
 
 def _found(program: Program, met: Met, earlier: Met) -> Finding:
-    name = "groups" if program.place(met) == "groups" else "new_group"
+    of_torchrec = program.place(met) in GROUPS
+    name = "groups" if of_torchrec else "new_group"
     old = earlier.made or WORLD
+    # A group for something else has a use of its own.
+    applied = of_torchrec and (old == WORLD or program.place(earlier) == program.place(met))
     ranks = ranks_in_short(met.ranks)
     lanes = {span.lane for group in (old, met.made) for span in program.calls_on(group)}
     if len(lanes) > 1:
         why = "an earlier group of these ranks is in use on another lane"
         proof = f"{at(met)}: group {old} has the same ranks {ranks}, but calls on the two come from {_listed(lanes)}: "
         return kept(name, [met], why, proof + "on one group their order would depend on timing.")
+    if program.place(met) == "metrics":
+        why = "a thread of the metric module meets on it"
+        proof = f"{at(met)}: {why}, while other threads meet on group {old}, which has the same ranks {ranks}: "
+        return kept("metrics", [met], why, proof + "on one group their order would depend on timing.")
     if program.destroyed(old, met.call.start):
         why = "the earlier group of these ranks was destroyed"
         return kept(name, [met], why, f"{at(met)}: {why}, so there is nothing to reuse.")
@@ -49,15 +57,18 @@ def _found(program: Program, met: Met, earlier: Met) -> Finding:
         f"All calls on both come from one lane ({_listed(lanes)}), so on one group they keep the order that they had.",
         "What is set for the earlier group, such as its timeout, holds for both.",
     )
+    # Those of other ranks are for nothing, whether or not the group is made again.
+    calls = tuple(span for span in met.spans if span.rank in met.ranks)
     return Finding(
         name,
         "reuse",
         (met,),
-        calls_in([met]),
+        calls,
         f"same ranks and backend as {'the world' if old == WORLD else f'group {old}'}",
         proofs,
-        "groups" if program.place(met) == "groups" else "",
-        "" if program.place(met) == "groups" else "the rewrite `groups` knows TorchRec's row-wise and grid tables only",
+        "groups" if applied else "",
+        "" if applied else "the rewrite `groups` reuses what TorchRec makes a second time, and the world's group",
+        about=calls,
     )
 
 

@@ -1,6 +1,9 @@
 """Whether TorchRec validates its collectives: found on each rank, where TorchRec asks rank 0.
 
-It is a variable of the environment, or a default. TorchRec keeps what it found for the rest of the process.
+It asks once a process, when the first DistributedModelParallel is made (`torchrec/distributed/model_parallel.py:323`,
+`collective_utils.py:254`), and keeps the answer. That is one variable of the environment or a default, which the ranks
+compare: where it is equal, rank 0 would have said what each rank finds. Where it is not, or some ranks hold an answer
+already, rank 0 is asked.
 """
 
 from __future__ import annotations
@@ -42,4 +45,11 @@ def ask_rank_0(group: Any) -> None:
     from torchrec.distributed import collective_utils as home
 
     home._INITIALIZED = False
+    as_ever(group)
+
+
+def as_ever(group: Any) -> None:
+    """Let TorchRec broadcast rank 0's flag, where a rank has none yet."""
+    from torchrec.distributed import collective_utils as home
+
     home.init_collective_validation(group)

@@ -15,7 +15,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -201,6 +201,7 @@ class Cache(Uncached):
         One rank looks for all that share a place and have the same key, so that all of them find it or none does.
         """
         self._outcome = self._one_for_all("look-up", self._look, self._look_as_told)
+        self.found = replace(self.found, hit=self._hit, files=self._files, bytes=self._bytes, why="; ".join(self._why))
         return self._hit
 
     def learn(self, name: str, data: Mapping[str, Any]) -> None:
@@ -255,6 +256,28 @@ class Cache(Uncached):
         if self._store is not None and self._keeps:
             self._save_aside()
             call_after_compiles(self._save)
+
+    def keep_now(self) -> threading.Thread | None:
+        """Keep what was compiled until now, once for all ranks that looked it up together; nothing later.
+
+        Returns the thread that does so, None if there is nothing to do.
+        """
+        return self._save_aside() if self._store is not None and self._outcome.role != "followed" else None
+
+    def by_one_rank(self, what: str, work: Callable[[Callable[[str], None]], str]) -> Outcome:
+        """Do `work` on one of the ranks whose compiler uses the same folder; return on each when it is done.
+
+        `what` is used once. `work` gets a function that says to whom waits what it does. See `leader.one_for_all`.
+        """
+        return one_for_all(
+            self.ranks.store,
+            rank=self.ranks.rank,
+            topic=f"{self.ranks.startup}/{what}/{self.key.digest}/{_identity(self.folder)}",
+            patience=self._patience,
+            work=work,
+            use=_to_nobody,
+            between=self._between,
+        )
 
     def _one_for_all(
         self, what: str, work: Callable[[Callable[[str], None]], str], use: Callable[[str], None]
@@ -328,9 +351,11 @@ class Cache(Uncached):
                 if not within(ANSWER, lambda: store.has(self.key)):
                     self._save(self._patience)
 
-    def _save_aside(self) -> None:
+    def _save_aside(self) -> threading.Thread:
         # Not a daemon: it takes moments, and what it writes is for the next start even if this job ends now.
-        threading.Thread(target=self._save, name="initopt-compile-cache").start()
+        thread = threading.Thread(target=self._save, name="initopt-compile-cache")
+        thread.start()
+        return thread
 
     def _differs(self) -> None:
         """Remember that this rank has other graphs than the one that compiled for it, and needs another leader."""

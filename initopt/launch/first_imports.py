@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -17,104 +17,174 @@ from typing import Any
 
 from initopt.launch import as_script
 from initopt.launch.leftovers import Traces
-from initopt.launch.own_state import main_users
+from initopt.launch.own_state import OF_A_RANK, EnvironmentUse, main_users
 from initopt.launch.prefix import changes_settings, imports, prefix_of
+from initopt.launch.settings import Change, Settings
 
 
 @dataclass(slots=True)
 class Imported:
     """What came of the imports.
 
-    `modules` are those that were named and imported, without those of Python. `rest` says what each rank imports
-    itself, and why. With `refused` nothing may be forked from this process; with `failed` neither, since a module broke
-    in the middle, but a new process may import what came before the step of that number (-1: none failed). `folders`
-    were added to `sys.path` by the script's own statements, which each rank runs again. `brought` are, for each step,
-    those of `modules` that it named, and all that it was the first to import.
+    `modules` are those that were named and imported, without those of Python, `changes` is what they changed. `rest`
+    says what each rank imports itself, and why. With `refused` nothing may be forked from this process; with `failed`
+    neither, but a new process may import what came before the step of that number (-1: none failed).
     """
 
     modules: list[str] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
     rest: str = ""
     refused: str = ""
     failed: int = -1
-    folders: list[str] = field(default_factory=list)
-    brought: list[tuple[list[str], set[str]]] = field(default_factory=list)
-
-    def without(self, modules: Collection[str]) -> list[str]:
-        """Those of `modules` that were not the first to import one of these; all of them if none was."""
-        left_out: list[str] = []
-        for names, new in self.brought:
-            if found := new.intersection(modules):
-                left_out += [name for name in names if any(_within(one, name) for one in found)] or names
-        return _outside(self.modules, left_out)
 
 
-def import_first(script: str, *, module: bool, preload: str | None, until: int | None) -> Imported:
+def import_first(
+    script: str,
+    *,
+    module: bool,
+    preload: str | None,
+    until: int | None,
+    use: EnvironmentUse,
+    begin: Callable[[int, str], None],
+) -> Imported:
     """Import what the script begins with, or the modules of `preload` (with commas between), with its settings.
 
-    `until`: only so many steps. `sys.path` must be the script's. Raises OSError where there is no /proc.
+    `until`: only so many steps. `use` watches the environment, `begin` is called with the number and the words of each
+    step. `sys.path` must be the script's. Raises OSError where there is no /proc.
     """
     found = Imported()
     space: dict[str, Any] = {"__name__": "__main__"}
     before = Traces.now()
-    at = -1
-    try:
-        if preload is None:
-            steps = _of_script(script, module, space, found)
+    if preload is None:
+        steps = _of_script(script, module, space, found)
+    else:
+        steps = _named(_names(preload), script, module, space)
+    first = Settings.now()
+    done: list[_Done] = []
+    for at, step in enumerate(islice(steps, until)):
+        begin(at, step.words)
+        earlier = Settings.now()
+        reason = ""
+        try:
+            with main_users() as used:
+                taken = step.taken(space)
+                exec(step.code, space)
+        except (Exception, SystemExit) as error:
+            if preload is None:
+                missing = isinstance(error, ModuleNotFoundError) and error.name in step.needed
+                if missing or (isinstance(error, NameError) and not step.names):
+                    break  # nothing of it has run; each rank says so where it imports it, or has what was left out
+            elif step.statement is not None:
+                # It needs something that was left out.
+                if changes_settings(step.statement, {}) and not found.rest:
+                    found.rest = f"--preload: {step.words} does not hold for it, as it raised {_text(error)}"
+                continue
+            reason = f" raised {_text(error)} before there was a rank"
         else:
-            steps = _named([*filter(None, map(str.strip, preload.split(",")))], script, module, space)
-        steps = islice(steps, until)
-        for at, step in enumerate(steps):
-            path, known = list(sys.path), set(sys.modules)
-            try:
-                with main_users() as used:
-                    exec(step.code, space)
-            except ModuleNotFoundError as error:
-                if preload is None and error.name in step.needed:
-                    break  # nothing of it has run; each rank says so where it imports it
-                raise
-            except Exception as error:
-                if preload is not None and step.statement is not None:
-                    # It needs something that was left out.
-                    if changes_settings(step.statement) and not found.rest:
-                        found.rest = f"--preload: {step.words} does not hold for it, as it raised {_text(error)}"
-                    continue
-                if step.names or not isinstance(error, NameError):
-                    raise
-                break  # it needs something that was left out
-            if not step.names:
-                found.folders += [folder for folder in sys.path if folder not in path]
             if traces := Traces.now().since(before):
-                found.refused = _refusal(step, traces, found.modules, [name for later in steps for name in later.names])
-                break
-            if used:
-                if preload is not None:
-                    found.refused = f"--preload: {step.words}: {used[0]}, which only a rank has: leave it out"
-                else:
-                    found.failed = at
-                    found.rest = f"{step.words}: {used[0]}, so each rank imports that and the rest itself"
-                break
-            imported = step.names if step.statement is None else imports([step.statement], sys.modules)
-            named = [name for name in imported if not _standard(name)]
-            found.modules += named
-            found.brought.append((named, set(sys.modules) - known))
-    except (Exception, SystemExit) as error:
-        why = _text(error)
-        if preload is not None:
-            found.refused = f"--preload: {step.words} raised {why}" + (f" ({found.rest})" if found.rest else "")
-        else:
-            found.failed = at
-            found.rest = f"{step.words} raised {why} before there was a rank, so each imports that and the rest itself"
+                reason = f" {' and '.join(traces)}, which ranks that are forked after it would lack or share"
+            elif used:
+                reason = f": {used[0]}, which only a rank has"
+            elif asked := next(use.reasons(OF_A_RANK), ""):
+                reason = f": {asked}, which only a rank has"
+        if reason:
+            _leave_to_ranks(found, at, step, reason, steps, preload)
+            break
+        change = Change(step.line, earlier, Settings.now())
+        if step.imports:
+            found.changes.append(change)
+        done.append(_Done(at, step, taken, change))
+        imported = step.names if step.statement is None else imports([step.statement], sys.modules)
+        found.modules += [name for name in imported if not _standard(name)]
+    if not found.refused and found.failed < 0:
+        _rehearse(done, first, space, found, preload)
     return found
 
 
 @dataclass(frozen=True, slots=True)
+class _Done:
+    """A step that was run: its number, the values that it took from others, and what it changed."""
+
+    at: int
+    step: _Step
+    taken: tuple[Any, ...]
+    change: Change
+
+
+def _rehearse(
+    done: Sequence[_Done], first: Settings, space: Mapping[str, Any], found: Imported, preload: str | None
+) -> None:
+    """Run the script's statements as a rank will, with all modules there: none may come to another value."""
+    last = Settings.now()
+    first.restore()
+    stage = {name: value for name, value in space.items() if name[:2] == "__"}
+    for one in done:
+        if not all(map(_same, one.step.taken(stage), one.taken)):
+            reason = ": what it takes is changed by a module that is imported later"
+            _leave_to_ranks(found, one.at, one.step, reason, iter(()), preload)
+            break
+        exec(one.step.code, stage)
+        if one.step.imports:
+            one.change.make()
+    last.restore()
+
+
+def _same(one: Any, other: Any) -> bool:
+    with suppress(Exception):  # such as an array, of which each number may be the same or not
+        return one is other or bool(type(one) is type(other) and one == other)
+    return False
+
+
+def left_to_ranks(step: str, reason: str, others: Sequence[str]) -> str:
+    """The words for a step that each rank does itself, with all after it, and how to import `others` once."""
+    how = f". To import all others once: --preload {_option(others)}" if others else ""
+    return f"{step}{reason}, so each rank imports that and the rest itself{how}"
+
+
+def _leave_to_ranks(
+    found: Imported, at: int, step: _Step, reason: str, later: Iterator[_Step], preload: str | None
+) -> None:
+    left_out = [name for name in step.names if name not in found.modules]
+    if preload is not None:
+        others = _outside(_names(preload), left_out)
+        found.refused = f"--preload: {step.words}{reason}" + (f" ({found.rest})" if found.rest else "")
+        found.refused += f". Without it: --preload {_option(others)}" if left_out and others else ""
+        return
+    # What stands behind a package that is not there can't be told.
+    after = [name for one in later for name in one.names] if step.statement is not None else []
+    others = found.modules + _outside([name for name in after if not _standard(name)], left_out)
+    found.failed, found.rest = at, left_to_ranks(step.words, reason, others if left_out else ())
+
+
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """Something to run. `words` is what a message calls it, `names` are the modules that it imports."""
+    """Something to run. `words` is what a message calls it, `names` are the modules that it imports.
+
+    `line` is that of the script at which it is done, 0 for none.
+    """
 
     words: str
     code: CodeType
     names: tuple[str, ...]
+    line: int = 0
     statement: ast.stmt | None = None
+
+    @property
+    def imports(self) -> bool:
+        """Whether modules may be imported."""
+        return self.statement is None or isinstance(self.statement, ast.Import | ast.ImportFrom | ast.Try)
+
+    def taken(self, space: dict[str, Any]) -> tuple[Any, ...]:
+        """The values that the script's statement takes, in this namespace, without those of a `try`."""
+        parts: list[ast.expr | None] = []
+        if isinstance(self.statement, ast.Assign | ast.AnnAssign):
+            parts = [self.statement.value]
+        elif isinstance(self.statement, ast.Expr) and isinstance(self.statement.value, ast.Call):
+            parts = [*self.statement.value.args, *(word.value for word in self.statement.value.keywords)]
+        plain = [
+            part for part in parts if part is not None and not any(isinstance(n, ast.Lambda) for n in ast.walk(part))
+        ]
+        return tuple(eval(compile(ast.Expression(part), "<initopt launch>", "eval"), space) for part in plain)
 
     @property
     def needed(self) -> set[str]:
@@ -139,13 +209,13 @@ def _named(wanted: Sequence[str], script: str, module: bool, space: dict[str, An
         for name in wanted:
             if name in step.needed | step.perhaps and name not in done:
                 done.add(name)
-                yield _import(name)
+                yield _import(name, step.line)
     yield from (_import(name) for name in wanted if name not in done)
 
 
-def _import(name: str) -> _Step:
+def _import(name: str, line: int = 0) -> _Step:
     text = f"import {name}"
-    return _Step(f"`{text}`", compile(text, "<initopt launch>", "exec", dont_inherit=True), (name,))
+    return _Step(f"`{text}`", compile(text, "<initopt launch>", "exec", dont_inherit=True), (name,), line)
 
 
 def _of_script(
@@ -196,7 +266,8 @@ def _of_file(file: str, space: dict[str, Any], found: Imported) -> Iterator[_Ste
         _make_absolute(statement, space.get("__package__"))
         code = compile(ast.Module([statement], []), file, "exec", dont_inherit=True)
         text = textwrap.shorten(ast.unparse(statement).splitlines()[0], 80, placeholder=" ...")
-        yield _Step(f"`{text}` ({name}, line {statement.lineno})", code, tuple(imports([statement])), statement)
+        words = f"`{text}` ({name}, line {statement.lineno})"
+        yield _Step(words, code, tuple(imports([statement])), statement.lineno, statement)
     rest = [module for module in prefix.rest if not _standard(module)]
     early = [module for module in prefix.early if not _standard(module)]
     late = [module for module in rest if module not in early]
@@ -232,18 +303,8 @@ def _make_absolute(statement: ast.stmt, package: str | None) -> None:
                 node.module, node.level = name.rstrip("."), 0
 
 
-def _refusal(step: _Step, traces: list[str], before: list[str], after: list[str]) -> str:
-    left_out = [name for name in step.names if name not in before]
-    rest = before + _outside([name for name in after if not _standard(name)], left_out)
-    return (
-        f"{step.words} {' and '.join(traces)}: ranks that are forked after it would lack or share that. "
-        f"Let each rank import it: {leave_out(rest)}; or use torchrun"
-    )
-
-
-def leave_out(rest: list[str]) -> str:
-    """The words that say how to import only `rest`."""
-    return f"leave it out with --preload {_option(rest)}"
+def _names(preload: str) -> list[str]:
+    return [*filter(None, map(str.strip, preload.split(",")))]
 
 
 def _within(module: str, package: str) -> bool:
@@ -258,7 +319,7 @@ def _standard(name: str) -> bool:
     return name.partition(".")[0] in sys.stdlib_module_names or name == "__future__"
 
 
-def _option(names: list[str]) -> str:
+def _option(names: Sequence[str]) -> str:
     return ",".join(dict.fromkeys(names)) or "''"
 
 

@@ -1,7 +1,7 @@
-"""What an import leaves behind that a forked process would lack or share: threads, open files, devices, memory.
+"""What an import leaves behind that a forked process would lack or share: threads, timers, open files, devices, memory.
 
-A fresh process has each of these for itself. A fork has no thread but its own, and an open file, a socket, a device, a
-lock of the system or shared memory is one and the same in all of them.
+A fresh process has each of these for itself. A fork has no thread but its own and no timer, and an open file, a socket,
+a device, a lock of the system or shared memory is one and the same in all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from initopt.process_tree import children
 
 _HARMLESS = frozenset({"/dev/full", "/dev/null", "/dev/random", "/dev/urandom", "/dev/zero"})
 
+SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
+"""The signals of which the process that forks makes its own use. It gives a rank back what Python knows of them."""
+
 _PATIENCE = 10.0
 """Seconds for a process that only ends. It may wait for ever for a lock of a thread that it lacks."""
 
@@ -32,6 +35,8 @@ class Traces:
     files: Mapping[int, str]
     shared: frozenset[str]
     cuda: bool
+    timers: bool
+    handled: frozenset[str]
 
     @classmethod
     def now(cls) -> Traces:
@@ -42,7 +47,15 @@ class Traces:
             # when they are needed. A fork is the only way to find out.
             _fork_for_trial()
             running = threads()
-        return cls(running, frozenset(children()), dict(_open_files()), frozenset(_shared_memory()), _cuda())
+        return cls(
+            running,
+            frozenset(children()),
+            dict(_open_files()),
+            frozenset(_shared_memory()),
+            _cuda(),
+            _timers(),
+            frozenset(_handled_natively()),
+        )
 
     def since(self, before: Traces) -> list[str]:
         """One phrase for each thing that has come since, such as `started 2 threads`; empty if a fork is safe."""
@@ -54,6 +67,10 @@ class Traces:
             found.append(f"started {_count(more, 'thread')}{named}")
         if self.cuda and not before.cuda:
             found.append("initialised CUDA")
+        if self.timers and not before.timers:
+            found.append("set a timer")
+        if new_handlers := self.handled - before.handled:
+            found.append(f"handles {', '.join(sorted(new_handlers))} in native code")
         if new := self.children - before.children:
             found.append(f"started {_count(len(new), 'process', 'processes')}")
         opened = sorted(path for file, path in self.files.items() if before.files.get(file) != path)
@@ -77,7 +94,8 @@ def _fork_for_trial() -> None:
     if not select.select([ended], [], [], _PATIENCE)[0]:
         os.kill(child, signal.SIGKILL)
     os.close(ended)
-    os.waitpid(child, 0)
+    with suppress(ChildProcessError):  # a module has its own way with processes that end
+        os.waitpid(child, 0)
 
 
 def _open_files() -> Iterator[tuple[int, str]]:
@@ -99,6 +117,23 @@ def _shared_memory() -> Iterator[str]:
 def _cuda() -> bool:
     initialised = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
     return initialised is not None and bool(initialised())
+
+
+def _timers() -> bool:
+    if any(signal.getitimer(which)[0] for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)):
+        return True
+    with suppress(OSError), open("/proc/self/timers") as timers:  # not in every kernel
+        return bool(timers.read())
+    return False
+
+
+def _handled_natively() -> Iterator[str]:
+    """The shielded signals that have a handler of which Python knows nothing."""
+    with open("/proc/self/status") as status:
+        caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt:"))
+    for number in SHIELDED:
+        if caught >> (number - 1) & 1 and not callable(signal.getsignal(number)):
+            yield number.name
 
 
 def _named(path: str) -> str:

@@ -1,4 +1,4 @@
-"""What a fresh process has of its own and a forked one must be given: environment, `__main__`, random numbers."""
+"""What only a rank has, or has for itself: its variables, `__main__`, random numbers. Who asks for it is noticed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -20,11 +20,21 @@ _BLOCKS = 200
 
 _TORCHMETRICS = "torchmetrics.utilities.prints"
 
+OF_A_RANK = frozenset(
+    {
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK"),
+        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "WORLD_SIZE"),
+    }
+)
+"""The variables that torchrun 2.13 sets for each rank."""
 
-_COPIERS = frozenset({"networkx.utils.backends", "tqdm.utils", "ctypes.util", "platform", "uuid"})
+_COPIERS = frozenset(
+    {"networkx.utils.backends", "tqdm.utils", "ctypes.util", "platform", "uuid", "initopt.launch.settings"}
+)
 """Modules that go through all variables and mean no rank's: for those that begin with their own name (networkx and
-tqdm), or to hand them to a program that tells what the system has (those of Python). torch, torchrec, fbgemm_gpu,
-numpy, sympy, tensordict and torchmetrics go through none."""
+tqdm), to hand them to a program that tells what the system has (those of Python), or to see what imports change. torch,
+torchrec, fbgemm_gpu, numpy, sympy, tensordict and torchmetrics go through none."""
 
 _ON_BEHALF = ("os", "collections.abc", __name__)
 """Here an environment does what somebody else asked for: `os.getenv`, `get`, `setdefault`, `items`."""
@@ -44,11 +54,11 @@ class _Watched(type(os.environ)):  # type: ignore[misc]
         return super().__getitem__(name)
 
     def __setitem__(self, name: Any, value: Any) -> None:
-        _Watched.use.changed(name, value)
+        _Watched.use.changed(name)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: Any) -> None:
-        _Watched.use.changed(name, None)
+        _Watched.use.changed(name)
         super().__delitem__(name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -68,17 +78,12 @@ class _Watched(type(os.environ)):  # type: ignore[misc]
 class EnvironmentUse:
     """Who used `os.environ` and `os.environb` while modules were imported.
 
-    `users` are the modules that used a variable, by variable, `copiers` those that went through all of them. `before`
-    has what the script's own statements changed, as it was (None: not set). `clashes` are the variables that a module
-    changed when the script had used them already, by module.
+    `users` are the modules that used a variable, by variable, `copiers` those that went through all of them.
     """
 
     users: dict[str, set[str]] = field(default_factory=dict)
     copiers: set[str] = field(default_factory=set)
-    before: dict[str, str | None] = field(default_factory=dict)
-    clashes: dict[str, str] = field(default_factory=dict)
     _plain: Any = None
-    _script: set[str] = field(default_factory=set)
 
     def __enter__(self) -> EnvironmentUse:
         self._plain = type(os.environ)
@@ -92,39 +97,25 @@ class EnvironmentUse:
     def asked(self, name: Any) -> None:
         """Somebody asks for a variable."""
         user, call = _user()
-        if user == "__main__":
-            self._script.add(_text(name))
         # These two of the script ask for what only they change, and a rank does that again.
         if user and (user, call) not in (("__main__", "setdefault"), ("__main__", "pop")):
-            self.users.setdefault(_text(name), set()).add(user)
+            self.users.setdefault(os.fsdecode(name), set()).add(user)
 
-    def changed(self, name: Any, value: Any) -> None:
-        """Somebody is about to set a variable, or to delete it (None)."""
+    def changed(self, name: Any) -> None:
+        """Somebody is about to set a variable, or to delete it."""
         user, _ = _user()
-        name = _text(name)
-        now = _now(name)
-        if user == "__main__":
-            self._script.add(name)
-            self.before.setdefault(name, now)
-        elif user:
-            self.users.setdefault(name, set()).add(user)
-            if name in self._script and now != _text(value):
-                self.clashes[user] = name
+        if user and user != "__main__":
+            self.users.setdefault(os.fsdecode(name), set()).add(user)
 
     def copied(self) -> None:
         """Somebody goes through all variables."""
         if user := _user()[0]:
             self.copiers.add(user)
 
-    def undo_script(self) -> None:
-        """Take back what the script's own statements changed: each rank runs them itself."""
-        for name, value in self.before.items():
-            _set(name, value)
+    def reasons(self, own: Set[str]) -> Iterator[str]:
+        """Which modules can't be imported for all ranks, and why: they use `own`, the variables that only a rank has.
 
-    def reasons(self, own: set[str]) -> Iterator[tuple[str, str]]:
-        """Modules that can't be imported for all ranks, and what they do while they are imported.
-
-        `own`: the variables that only a rank has. Without what `tell_known` tells later.
+        Without what `tell_known` tells later.
         """
         asked: dict[str, list[str]] = {}
         for variable in sorted(own & self.users.keys()):
@@ -134,32 +125,7 @@ class EnvironmentUse:
         for module in sorted(self.copiers) if own else ():
             asked[module] = [f"all variables ({'RANK' if 'RANK' in own else min(own)} among them)"]
         for module, variables in asked.items():
-            yield (
-                module,
-                f"uses {', '.join(variables)} from the environment while it is imported, which only a rank has",
-            )
-        for module, variable in self.clashes.items():
-            yield module, f"changes {variable} in the environment while it is imported, which the script uses before"
-
-
-def _now(name: str) -> str | None:
-    """A variable's value, asked for by nobody."""
-    plain: Any = _Watched.__base__
-    try:
-        return str(plain.__getitem__(os.environ, name))
-    except KeyError:
-        return None
-
-
-def _set(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
-
-
-def _text(name: Any) -> Any:
-    return os.fsdecode(name) if isinstance(name, bytes) else name
+            yield f"{module} uses {', '.join(variables)} from the environment while it is imported"
 
 
 def _user() -> tuple[str, str]:
@@ -219,17 +185,6 @@ def tell_known(before: Mapping[str, str]) -> None:
     only = getattr(sys.modules.get(_TORCHMETRICS), "rank_zero_only", None)
     if only is not None and getattr(only, "rank", None) == int(before.get("LOCAL_RANK", "0")):
         only.rank = int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
-    """The variables that differ."""
-    return {name for name in (*before, *after) if before.get(name) != after.get(name)}
-
-
-def set_environment(before: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Change what differs between the two, and leave what imports have changed since `before` was the environment."""
-    for name in changed_variables(before, wanted):
-        _set(name, wanted.get(name))
 
 
 class Generators:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Container, Iterator, Sequence
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 _QUIET_CALLS = frozenset(
@@ -17,7 +18,7 @@ _QUIET_CALLS = frozenset(
         "warnings.simplefilter",
     }
 )
-"""Calls that may stand between imports and mean something to them; run twice they do no more than once."""
+"""Calls that may stand between imports and mean something to them; a rank makes them again, see `settings.py`."""
 
 _SETTINGS = ("os.environ", "os.chdir", "os.putenv", "site.addsitedir", "sys.path", "warnings.")
 """How what changes paths, the environment or filters begins, as imports may depend on them."""
@@ -31,6 +32,26 @@ _PLAIN_CALLS = frozenset(
     | {"str"}
 )
 """The last names of calls that only make a value: of a path, mostly."""
+
+_VALUES = frozenset({"dataclasses.field", "enum.auto", "typing.NewType", "typing.TypeVar"})
+"""More of them, by the absolute name of what is called."""
+
+_DECORATORS = frozenset(
+    {
+        *("abc.abstractmethod", "builtins.classmethod", "builtins.property", "builtins.staticmethod"),
+        *("contextlib.asynccontextmanager", "contextlib.contextmanager", "dataclasses.dataclass", "enum.unique"),
+        *("functools.cache", "functools.cached_property", "functools.lru_cache", "functools.singledispatch"),
+        *("functools.total_ordering", "functools.wraps", "initopt.step", "torch.enable_grad", "torch.inference_mode"),
+        *("torch.distributed.elastic.multiprocessing.errors.record", "torch.no_grad", "typing.final"),
+        *("typing.no_type_check", "typing.overload", "typing.runtime_checkable"),
+    }
+)
+"""Decorators that change the definition and nothing else."""
+
+_OF_A_PROPERTY = (".deleter", ".getter", ".setter")
+
+_BASES = ("builtins", "numpy", "torch", "torchrec", "__main__")
+"""Where classes come from, besides Python's own, that do nothing when another class is derived from them."""
 
 _PLAIN = (
     *(ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.Set),
@@ -60,19 +81,18 @@ def prefix_of(source: str | bytes, name: str) -> Prefix:
     """The prefix of the script `name` with this text. Raises SyntaxError."""
     body = ast.parse(source, name).body
     run: list[ast.stmt] = []
-    recorders: set[str] = set()
+    names: dict[str, str] = {}
     for at, statement in enumerate(body):
-        if _only_defines(statement) or _only_records(statement, recorders):
-            continue
-        if not _may_run_before(statement):
-            sets = next((other for other in body[at:] if changes_settings(other)), None)
-            early = body[at : body.index(sets)] if sets is not None else body[at:]
-            return Prefix(
-                tuple(run), _modules(body[at:]), statement.lineno, _modules(early), sets.lineno if sets else 0
-            )
-        if not _sets_a_rank_s(statement):
-            run.append(statement)
-        recorders.update(_recorders(statement))
+        if not _only_defines(statement, names) and not _only_records(statement, names):
+            if not _may_run_before(statement, names):
+                sets = next((other for other in body[at:] if changes_settings(other, names)), None)
+                early = body[at : body.index(sets)] if sets is not None else body[at:]
+                return Prefix(
+                    tuple(run), _modules(body[at:]), statement.lineno, _modules(early), sets.lineno if sets else 0
+                )
+            if not _sets_a_rank_s(statement):
+                run.append(statement)
+        names.update(_meanings(statement))
     return Prefix(tuple(run))
 
 
@@ -97,27 +117,105 @@ def imports(statements: Sequence[ast.stmt], known: Container[str] = ()) -> Itera
             )
 
 
-def _only_defines(statement: ast.stmt) -> bool:
-    """Whether it can be left out: nothing that is imported after it depends on it."""
+def _meanings(statement: ast.AST) -> Iterator[tuple[str, str]]:
+    """The names that a statement binds, each with the absolute name of what it means; empty where that isn't known."""
+    if isinstance(statement, ast.Import):
+        for alias in statement.names:
+            yield (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
+    elif isinstance(statement, ast.ImportFrom):
+        for alias in statement.names:
+            yield alias.asname or alias.name, "" if statement.level else f"{statement.module}.{alias.name}"
+    elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield statement.name, ""
+    elif isinstance(statement, ast.ClassDef):
+        acts = any(getattr(inner, "name", "") == "__init_subclass__" for inner in statement.body)
+        yield statement.name, "" if acts else f"__main__.{statement.name}"
+    elif isinstance(statement, ast.Name):
+        if isinstance(statement.ctx, ast.Store):
+            yield statement.id, ""
+    else:
+        for child in ast.iter_child_nodes(statement):
+            yield from _meanings(child)
+
+
+def _meaning(value: ast.expr, names: Mapping[str, str]) -> str:
+    """The absolute name of what an expression like `a.b` stands for, empty where that isn't known."""
+    if isinstance(value, ast.Name):
+        return names.get(value.id, f"builtins.{value.id}")
+    if isinstance(value, ast.Attribute) and (place := _meaning(value.value, names)):
+        return f"{place}.{value.attr}"
+    return ""
+
+
+def _only_defines(statement: ast.stmt, names: Mapping[str, str]) -> bool:
+    """Whether it can be walked past: no module that is imported after it could tell, as far as its text says.
+
+    A decorator, a default value, a base or the body of a class may do anything, so these are only what makes values.
+    `names` has what names mean in the script.
+    """
     if isinstance(statement, ast.If):
         return ast.unparse(statement.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING") and not statement.orelse
-    return isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Pass) or (
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        arguments = statement.args
+        each = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+        values = [*arguments.defaults, *arguments.kw_defaults]
+        if names.get("annotations") != "__future__.annotations":
+            values += [statement.returns, *(one.annotation for one in each if one is not None)]
+        return _plain_decorators(statement.decorator_list, names) and all(_plain(value, names) for value in values)
+    if isinstance(statement, ast.ClassDef):
+        return (
+            _plain_decorators(statement.decorator_list, names)
+            and all(_plain_base(base, names) for base in statement.bases)
+            and all(
+                _meaning(word.value, names) == "abc.ABCMeta" if word.arg == "metaclass" else _plain(word, names)
+                for word in statement.keywords
+            )
+            and all(_only_defines(inner, names) or _only_names(inner, names) for inner in statement.body)
+        )
+    return isinstance(statement, ast.Pass) or (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     )
 
 
-def _recorders(statement: ast.stmt) -> Iterator[str]:
-    """The names by which the script can call `record_imports` after this statement."""
-    if isinstance(statement, ast.Import):
-        yield from (f"{one.asname or one.name}.record_imports" for one in statement.names if one.name == "initopt")
-    elif isinstance(statement, ast.ImportFrom) and statement.module == "initopt" and not statement.level:
-        yield from (one.asname or one.name for one in statement.names if one.name == "record_imports")
+def _plain_decorators(decorators: Sequence[ast.expr], names: Mapping[str, str]) -> bool:
+    for decorator in decorators:
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        meaning = _meaning(called, names).replace("typing_extensions.", "typing.")
+        if meaning not in _DECORATORS and not meaning.endswith(_OF_A_PROPERTY):
+            return False
+        if isinstance(decorator, ast.Call) and not all(
+            _plain(one, names) for one in (*decorator.args, *decorator.keywords)
+        ):
+            return False
+    return True
 
 
-def _only_records(statement: ast.stmt, recorders: Container[str]) -> bool:
+def _plain_base(base: ast.expr, names: Mapping[str, str]) -> bool:
+    place = _meaning(base.value if isinstance(base, ast.Subscript) else base, names).partition(".")[0]
+    return (place in _BASES or place in sys.stdlib_module_names) and _plain(base, names)
+
+
+def _only_names(statement: ast.stmt, names: Mapping[str, str]) -> bool:
+    """Whether it gives values to names and does nothing else."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return False
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    annotation = statement.annotation if isinstance(statement, ast.AnnAssign) else None
+    return (
+        all(isinstance(target, ast.Name) for target in targets)
+        and _plain(statement.value, names)
+        and _plain(annotation, names)
+    )
+
+
+def _only_records(statement: ast.stmt, names: Mapping[str, str]) -> bool:
     """Whether it is `initopt.record_imports()`, which each rank calls for its own imports."""
     call = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(call, ast.Call) and ast.unparse(call.func) in recorders and not call.args + call.keywords
+    return (
+        isinstance(call, ast.Call)
+        and _meaning(call.func, names) == "initopt.record_imports"
+        and not call.args + call.keywords
+    )
 
 
 def _sets_a_rank_s(statement: ast.stmt) -> bool:
@@ -130,9 +228,9 @@ def _sets_a_rank_s(statement: ast.stmt) -> bool:
     return isinstance(name, ast.Constant) and _ONLY_A_RANK_S.fullmatch(str(name.value)) is not None
 
 
-def changes_settings(statement: ast.stmt) -> bool:
+def changes_settings(statement: ast.stmt, names: Mapping[str, str]) -> bool:
     """Whether it changes, as far as its text says, a setting that imports may depend on."""
-    if _only_defines(statement):
+    if _only_defines(statement, names):
         return False
     for node in ast.walk(statement):
         if isinstance(node, ast.Call):
@@ -148,35 +246,49 @@ def changes_settings(statement: ast.stmt) -> bool:
     return False
 
 
-def _may_run_before(statement: ast.stmt) -> bool:
+def _may_run_before(statement: ast.stmt, names: Mapping[str, str]) -> bool:
     """Whether it may run before the script does, and once more with it."""
-    if isinstance(statement, ast.Import | ast.ImportFrom):
+    if isinstance(statement, ast.Import | ast.ImportFrom) or _only_names(statement, names):
         return True
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return all(_settable(target) for target in targets) and _plain(statement.value)
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        call = statement.value
-        return ast.unparse(call.func) in _QUIET_CALLS and all(map(_plain, (*call.args, *call.keywords)))
     if isinstance(statement, ast.Try):
+        # In a rank the imports come out as they did, and then what they changed is there at once: see `settings.py`.
         blocks = (*statement.body, *statement.orelse, *statement.finalbody)
-        handled = (inner for handler in statement.handlers for inner in handler.body)
-        return all(_only_defines(inner) or _may_run_before(inner) for inner in (*blocks, *handled))
-    return False
+        handled = [inner for handler in statement.handlers for inner in handler.body]
+        return all(
+            _only_defines(inner, names) or (_may_run_before(inner, names) and not changes_settings(inner, names))
+            for inner in blocks
+        ) and all(_only_defines(inner, names) or _may_run_before(inner, names) for inner in handled)
+    return _sets(statement, names)
 
 
-def _settable(target: ast.expr) -> bool:
-    if isinstance(target, ast.Subscript):
-        return ast.unparse(target.value) == "os.environ" and _plain(target.slice)
-    return isinstance(target, ast.Name)
+def _sets(statement: ast.stmt, names: Mapping[str, str]) -> bool:
+    """Whether it only changes a setting that imports may depend on, to a plain value."""
+    if isinstance(statement, ast.Assign):
+        return all(
+            isinstance(target, ast.Name)
+            or (
+                isinstance(target, ast.Subscript)
+                and ast.unparse(target.value) == "os.environ"
+                and _plain(target.slice, names)
+            )
+            for target in statement.targets
+        ) and _plain(statement.value, names)
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return (
+        isinstance(call, ast.Call)
+        and ast.unparse(call.func) in _QUIET_CALLS
+        and all(_plain(one, names) for one in (*call.args, *call.keywords))
+    )
 
 
-def _plain(value: ast.AST | None) -> bool:
+def _plain(value: ast.AST | None, names: Mapping[str, str]) -> bool:
     """Whether evaluating it makes a value and does nothing else, as far as its text says."""
-    for node in () if value is None else ast.walk(value):
-        if isinstance(node, ast.Call):
-            if ast.unparse(node.func).rpartition(".")[2] not in _PLAIN_CALLS:
-                return False
-        elif not isinstance(node, _PLAIN):
-            return False
-    return True
+    if value is None:
+        return True
+    if isinstance(value, ast.Lambda):
+        return all(_plain(default, names) for default in (*value.args.defaults, *value.args.kw_defaults))
+    if isinstance(value, ast.Call):
+        called = ast.unparse(value.func).rpartition(".")[2] in _PLAIN_CALLS or _meaning(value.func, names) in _VALUES
+    else:
+        called = isinstance(value, _PLAIN)
+    return called and all(_plain(child, names) for child in ast.iter_child_nodes(value))

@@ -19,19 +19,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from initopt.launch import as_script
-from initopt.launch.first_imports import Imported, import_first, leave_out
-from initopt.launch.leftovers import threads
-from initopt.launch.own_state import (
-    EnvironmentUse,
-    Generators,
-    changed_variables,
-    set_environment,
-    tell_known,
-)
+from initopt.launch import as_script, leaving
+from initopt.launch.first_imports import import_first
+from initopt.launch.leftovers import SHIELDED, threads
+from initopt.launch.own_state import EnvironmentUse, Generators, tell_known
+from initopt.launch.settings import Settings, changed_variables, make_at_imports
 from initopt.launch.wire import receive, send
 
 GRACE = 30.0
@@ -39,9 +34,6 @@ GRACE = 30.0
 
 IMPORT_SECONDS = 0.0
 """How long the imports took before this process was forked, as a record of it must say; 0 where it was not."""
-
-_SHIELDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""What is sent to a whole job reaches the ranks through the agent, as under torchrun."""
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
@@ -59,26 +51,41 @@ def main() -> None:
     as_script.prepare(words)
     script, module = as_script.program(words)
     began = time.monotonic()
-    start = dict(os.environ)
+    start = Settings.now()
     generators = Generators()
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with EnvironmentUse() as use:
-        found = import_first(script, module=module, preload=plan["preload"], until=plan["until"])
-    use.undo_script()
+    own = os.getpid()
+
+    def tell(news: Any) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # a module has forked, and this is not the one that it was forked from
+        try:
+            send(control, news)
+        except OSError:
+            os._exit(1)  # nobody is there
+
+    with EnvironmentUse() as use, leaving.heard(lambda how: tell({"left": how})):
+        found = import_first(
+            script,
+            module=module,
+            preload=plan["preload"],
+            until=plan["until"],
+            use=use,
+            begin=lambda at, step: tell({"step": [at, step]}),
+        )
     generators.imported()
     IMPORT_SECONDS = time.monotonic() - began
-    with suppress(BrokenPipeError):
-        told = {"modules": found.modules, "rest": found.rest, "refused": found.refused, "failed": found.failed}
-        send(control, {**told, "seconds": IMPORT_SECONDS, "cpu": time.process_time()})
+    told = {"modules": found.modules, "rest": found.rest, "refused": found.refused, "failed": found.failed}
+    tell({**told, "seconds": IMPORT_SECONDS, "cpu": time.process_time()})
     if found.refused or found.failed >= 0:
+        # The agent ends this process, and first what it has started.
+        receive(control)
         os._exit(0)
     # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
     gc.freeze()
-    _Parent(control, start, use, handlers, found).fork_ranks()
+    _Parent(control, start, use, handlers).fork_ranks()
     generators.fork()
-    for folder in found.folders:
-        with suppress(ValueError):
-            sys.path.remove(folder)
+    make_at_imports(found.changes)
     as_script.run(words)
 
 
@@ -92,28 +99,28 @@ class _Rank:
 
 
 class _Parent:
-    """Forks; `start` and `handlers` are the environment and what signals do, as they were before the imports."""
+    """Forks; `start` and `handlers` are the settings and what signals do, as they were before the imports."""
 
     def __init__(
         self,
         control: socket.socket,
-        start: Mapping[str, str],
+        start: Settings,
         use: EnvironmentUse,
         handlers: Mapping[int, Any],
-        imported: Imported,
     ) -> None:
-        self._imported = imported
         self._control = control
         self._start = start
         self._use = use
         self._ranks: dict[int, _Rank] = {}
         self._handlers = handlers
-        self._shielded: dict[int, Any] = {number: signal.getsignal(number) for number in _SHIELDED}
+        self._shielded: dict[int, Any] = {number: signal.getsignal(number) for number in SHIELDED}
 
     def fork_ranks(self) -> None:
         """Serve the agent. Returns in each rank; ends the process when the agent is gone."""
-        for number in _SHIELDED:
-            signal.signal(number, signal.SIG_IGN)
+        # What is sent to a whole job reaches the ranks through the agent, as under torchrun. And no handler of a module
+        # may take the exit code of a rank.
+        for number in SHIELDED:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.SIG_IGN)
         waiting = select.poll()
         waiting.register(self._control, select.POLLIN)
         while True:
@@ -157,7 +164,7 @@ class _Parent:
             pid = 0
         else:
             # A signal waits until its own handler is in place again.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
             pid = os.fork()
             if pid == 0:
                 self._become_rank(environment, line, outputs)
@@ -180,12 +187,9 @@ class _Parent:
         if (running := threads()) != 1:
             return f"the process that forks the ranks has {running} threads"
         # Not what the agent has set just as the imports did.
-        own = changed_variables(self._start, environment) & changed_variables(os.environ, environment)
-        reasons = dict(self._use.reasons(own))
-        for module, what in reasons.items():
-            rest = self._imported.without(reasons)
-            instead = f"Let each rank import it: {leave_out(rest)}; or use torchrun"
-            return f"{module} {what}. " + (instead if len(rest) < len(self._imported.modules) else "Use torchrun")
+        own = changed_variables(self._start.environment, environment) & changed_variables(os.environ, environment)
+        for asked in self._use.reasons(own):
+            return f"{asked}, which only a rank has: leave it out with --preload"
         return ""
 
     def _become_rank(self, environment: Mapping[str, str], line: socket.socket, outputs: list[int]) -> None:
@@ -198,8 +202,8 @@ class _Parent:
             if output != number:
                 os.dup2(output, number)
                 os.close(output)
-        set_environment(self._start, environment)
-        tell_known(self._start)
+        replace(self._start, environment=environment).restore()
+        tell_known(self._start.environment)
 
     def _give_signals(self, ignored: Sequence[int]) -> None:
         """Make signals do what imports set, or else what they do in a process that the agent starts."""

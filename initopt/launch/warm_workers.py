@@ -13,7 +13,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from initopt.launch.first_imports import left_to_ranks
 from initopt.launch.wire import receive, send
+from initopt.process_tree import descendants
 
 _PATIENCE = 60.0
 """Seconds that a fork may take. The process that forks has nothing else to do."""
@@ -47,31 +49,70 @@ class WarmWorkers:
         self.words = tuple(words)
         self.preload = preload
         self._environment: dict[str, str] = {}
+        self._step = -1, ""
+        self._until: int | None = None
+        self._left = ""
+        self._refused = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready = False
         self._news: list[str] = []
         self._ranks: list[ForkedRank] = []
 
-    def begin(self, environment: Mapping[str, str], until: int | None = None) -> None:
-        """Start to import, and don't wait for the end. `environment`: what the imports see."""
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Start to import, and don't wait for the end. `environment`: what the imports see. Raises LaunchError."""
         self.end()
+        self._step = -1, ""
         self._environment = dict(environment)
         self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [self.words[0], "-u", "-c", _BEGIN, str(theirs.fileno())],
-                env=self._environment,
-                pass_fds=[theirs.fileno()],
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [self.words[0], "-u", "-c", _BEGIN, str(theirs.fileno())],
+                    env=self._environment,
+                    pass_fds=[theirs.fileno()],
+                )
+        except OSError as error:
+            raise LaunchError(f"{self.words[0]} can't be started ({error})") from error
         with suppress(BrokenPipeError):
-            send(self._control, {"words": self.words, "preload": self.preload, "until": until})
+            send(self._control, {"words": self.words, "preload": self.preload, "until": self._until})
+
+    def wait(self) -> None:
+        """Wait until the modules are imported, after which ranks can be forked. Raises LaunchError where they can't."""
+        while not self._ready:
+            got = self._hear()
+            if "step" in got:
+                self._step = got["step"]
+                continue
+            if got.get("refused"):
+                raise self._refusal(got["refused"])
+            at, step = self._step
+            if how := got.get("left", ""):
+                if at < 0 or self.preload is not None:
+                    named = f"--preload: {step}" if step else f"process {self._pid}, which imports for the ranks,"
+                    raise self._refusal(f"{named} {how}")
+                got = {"failed": at, "rest": left_to_ranks(step, f" {how}", ())}
+            if got["failed"] >= 0:
+                if self._until is not None:
+                    raise self._refusal(got["rest"])
+                self._until, self._left = got["failed"], got["rest"]
+                self.begin(self._environment)
+                continue
+            self._ready = True
+            # Said when the first rank is there: what it says is not so if that is refused.
+            self._news = [
+                *filter(None, [self._left, got["rest"]]),
+                f"imported once, for all ranks: {', '.join(dict.fromkeys(got['modules'])) or 'nothing'} "
+                f"({got['seconds']:.1f} s, {got['cpu']:.2f} CPU seconds, process {self._pid})",
+            ]
 
     def fork(self, environment: Mapping[str, str], stdout: int, stderr: int) -> ForkedRank:
         """Start a rank, once the modules are imported; they are imported again if the process that did so is gone.
 
         Raises LaunchError.
         """
+        if self._refused:
+            raise LaunchError(self._refused)
         rest = {name: text for name, text in os.environ.items() if name != _AT_IMPORT}
         at_import = {_AT_IMPORT: environment[_AT_IMPORT]} if _AT_IMPORT in environment else {}
         if self._process is None or environment.get(_AT_IMPORT) != self._environment.get(_AT_IMPORT):
@@ -80,10 +121,15 @@ class WarmWorkers:
             with suppress(_Gone):
                 return self._fork(environment, stdout, stderr)
             self.begin({**rest, **at_import})
-        return self._fork(environment, stdout, stderr)
+        try:
+            return self._fork(environment, stdout, stderr)
+        except _Gone as gone:
+            raise self._refusal(str(gone)) from gone
 
     def _fork(self, environment: Mapping[str, str], stdout: int, stderr: int) -> ForkedRank:
-        control = self._wait_for_imports()
+        self.wait()
+        control = self._control
+        assert control is not None
         with ExitStack() as files:
             mine, theirs = map(files.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             try:
@@ -94,14 +140,14 @@ class WarmWorkers:
                 raise _Gone(self._death()) from error
             theirs.close()
             if not select.select([mine], [], [], _PATIENCE)[0]:
-                raise LaunchError(f"process {self._pid}, which forks the ranks, did not within {_PATIENCE:.0f} s")
+                raise self._refusal(f"process {self._pid}, which forks the ranks, did not within {_PATIENCE:.0f} s")
             verdict, _, text = mine.recv(65536).decode().partition(" ")
             if verdict == "refused":
                 raise LaunchError(text)
             if verdict == "":
                 raise _Gone(self._death())
             for news in self._news:
-                _say(news)
+                say(news)
             self._news.clear()
             if verdict != "started":
                 # It was killed before it could say its number.
@@ -111,13 +157,21 @@ class WarmWorkers:
         self._ranks.append(rank)
         return rank
 
+    def _refusal(self, reason: str) -> LaunchError:
+        """What to raise now, and for each rank from now on."""
+        self._refused = reason
+        return LaunchError(reason)
+
     def end(self) -> None:
         """Let the process that forks go, and with it ranks that it still has."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            if not self._ready:
-                self._process.kill()  # it is importing, and would not notice
+            if self._refused or not self._ready:
+                # It is importing, or hangs in a fork, and would not notice.
+                for pid in (*descendants(self._process.pid), self._process.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             self._process.wait()
         for rank in self._ranks:
             rank.poll()
@@ -129,37 +183,30 @@ class WarmWorkers:
     def _pid(self) -> int:
         return 0 if self._process is None else self._process.pid
 
-    def _wait_for_imports(self) -> socket.socket:
-        """The connection to the process, which is ready to fork."""
-        while True:
-            assert self._control is not None
-            if self._ready:
-                return self._control
-            got = receive(self._control)
-            if got is None:
-                raise _Gone(self._death())
-            imported: dict[str, Any] = got[0]
-            if imported["refused"]:
-                raise LaunchError(imported["refused"])
-            # Said when the first rank is there: what it says is not so if that is refused.
-            if imported["rest"]:
-                self._news.append(imported["rest"])
-            if imported["failed"] >= 0:
-                news = list(self._news)
-                self.begin(self._environment, until=imported["failed"])
-                self._news += news
-                continue
-            self._news.append(
-                f"imported once, for all ranks: {', '.join(dict.fromkeys(imported['modules'])) or 'nothing'} "
-                f"({imported['seconds']:.1f} s, {imported['cpu']:.2f} CPU seconds, process {self._pid})"
-            )
-            self._ready = True
+    def _hear(self) -> dict[str, Any]:
+        """What the process that imports says next, or how it left."""
+        assert self._control is not None
+        assert self._process is not None
+        alive = os.pidfd_open(self._process.pid)
+        # What it has started may hold the connection when it is gone itself.
+        heard = select.select([self._control.fileno(), alive], [], [])[0]
+        os.close(alive)
+        got = receive(self._control) if self._control.fileno() in heard else None
+        if got is not None:
+            said: dict[str, Any] = got[0]
+            return said
+        return {"left": self._how_it_left()}
+
+    def _how_it_left(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(_PATIENCE / 10)
+        except subprocess.TimeoutExpired:
+            return "became another program, or waits"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _death(self) -> str:
-        code = 0 if self._process is None else self._process.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        when = "forks the ranks" if self._ready else "imports the modules for the ranks"
-        return f"process {self._pid}, which {when}, {how}; what it wrote stands above"
+        return f"process {self._pid}, which forks the ranks, {self._how_it_left()}"
 
 
 class ForkedRank:
@@ -203,12 +250,13 @@ class ForkedRank:
     def _end_orphan(self) -> int:
         """The process that forked it is gone, and with it who could tell how it ends: it is ended here."""
         if not select.select([self._alive], [], [], 0)[0]:
-            _say(f"the process that forked the ranks is gone, so its rank {self.pid} is ended")
+            say(f"the process that forked the ranks is gone, so its rank {self.pid} is ended")
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             select.select([self._alive], [], [], _PATIENCE)
         return -signal.SIGKILL
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell the user, on stderr."""
     print(f"initopt launch: {text}", file=sys.stderr, flush=True)

@@ -129,6 +129,30 @@ def test_a_group_that_is_used_on_another_lane_is_not_reused(tmp_path: Path) -> N
     assert one(script.run(tmp_path), "new_group").verdict == "keep"
 
 
+def test_a_group_on_which_a_thread_of_the_metric_module_meets_is_not_reused(tmp_path: Path) -> None:
+    script = Script()
+    script.meet("init_process_group", options="gloo")
+    script.make_group("1", (0, 1, 2, 3), ("torchrec/metrics/cpu_offloaded_metric_module.py:389 __init__",))
+    finding = one(script.run(tmp_path), "metrics")
+    assert finding.verdict == "keep" and finding.reason == "a thread of the metric module meets on it"
+
+
+def test_groups_of_a_mesh_are_made_by_members_and_once(tmp_path: Path) -> None:
+    script = Script()
+    script.meet("init_process_group", options="gloo")
+    mesh = ("torchrec/distributed/model_parallel.py:1764 _create_process_groups",)
+    for name in ("1", "2"):
+        script.make_group(name, (0, 1), mesh)
+    script.make_group("3", (0, 1), GROUPS)
+    found = [finding for finding in find(script.run(tmp_path)).findings if finding.verdict in ("drop", "reuse")]
+    assert sorted((finding.verdict, len(finding.meetings), finding.rewrite) for finding in found) == [
+        ("drop", 1, "groups"),
+        ("drop", 2, "groups"),
+        ("reuse", 1, ""),
+        ("reuse", 1, "groups"),
+    ]
+
+
 def test_a_group_that_was_destroyed_is_not_reused(tmp_path: Path) -> None:
     script = Script()
     script.make_group("1", (0, 1), GROUPS)

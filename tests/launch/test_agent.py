@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +28,12 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[WarmWorkers]:
     """What was begun to be imported; nothing is."""
     found: list[WarmWorkers] = []
 
-    def begin(workers: WarmWorkers, environment: Mapping[str, str], until: int | None = None) -> None:
+    def begin(workers: WarmWorkers, environment: Mapping[str, str]) -> None:
         workers._environment = dict(environment)
         found.append(workers)
 
     monkeypatch.setattr(WarmWorkers, "begin", begin)
+    monkeypatch.setattr(WarmWorkers, "wait", lambda workers: None)
     return found
 
 
@@ -48,16 +51,70 @@ def test_what_makes_no_sense_is_refused(options: list[str], reason: str) -> None
         agent.launch([*options, "train.py"])
 
 
-def test_another_torch_is_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "3.0.0")
-    with pytest.raises(LaunchError, match=r"torch 3\.0\.0 was not tested, only 2\.13\.\*: use torchrun"):
-        agent.launch(["train.py"])
+@pytest.mark.parametrize(
+    ("place", "name", "value", "reason"),
+    [
+        (torch, "__version__", "3.0.0", r"torch 3\.0\.0 was not tested, only 2\.13\.\*"),
+        (api, "get_subprocess_handler", None, "has no get_subprocess_handler"),
+        (os, "pidfd_open", None, "forked ranks need Linux 5.3 or newer"),
+        (WarmWorkers, "begin", lambda workers, environment: _refuse(), "odd started 1 thread"),
+    ],
+)
+def test_a_host_that_can_t_fork_ranks_runs_them_as_torchrun_does(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    place: Any,
+    name: str,
+    value: object,
+    reason: str,
+) -> None:
+    run, _, _ = agent._torch()
+    seen: list[object] = []
+    stock = api.get_subprocess_handler
+    monkeypatch.setattr(run, "run", lambda chosen: seen.append(getattr(api, "get_subprocess_handler", stock)))
+    if value is None:
+        monkeypatch.delattr(place, name)
+    else:
+        monkeypatch.setattr(place, name, value)
+
+    agent.launch(["--nproc-per-node=2", "train.py"])
+
+    assert seen == [stock]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.match(f"initopt launch: .*{reason}.*; ranks are started as by torchrun here", line)
 
 
-def test_a_torch_that_lacks_a_name_is_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(api, "get_subprocess_handler")
-    with pytest.raises(LaunchError, match=r"has no get_subprocess_handler: use torchrun"):
-        agent.launch(["train.py"])
+def _refuse() -> None:
+    raise LaunchError("odd started 1 thread")
+
+
+def test_the_hosts_meet_beside_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _, _ = agent._torch()
+    order: list[str] = []
+    monkeypatch.setattr(WarmWorkers, "begin", lambda workers, environment: order.append("import"))
+    monkeypatch.setattr(WarmWorkers, "wait", lambda workers: order.append("imported"))
+    monkeypatch.setattr(run, "run", lambda chosen: order.append("meet"))
+
+    agent.launch(["train.py"])
+
+    assert order == ["import", "meet"]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_rank_that_can_t_be_forked_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: bool
+) -> None:
+    _, _, handler = agent._torch()
+    workers = WarmWorkers(("python", "-u", "train.py"))
+    monkeypatch.setattr(workers, "fork", lambda *_: _refuse() if refused else "forked")
+    monkeypatch.setattr(handler, "_popen", lambda *_: "started")
+    made = agent._handlers(handler, workers)
+    ranks = [made(words[0], words[1:], {}, None, None, 0, None).proc for words in (workers.words, ("python", "-c"))]
+
+    assert ranks == ["started" if refused else "forked", "started"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("initopt launch: torch starts ranks by another command here (python -c ...); ranks are")
+    assert len(lines) == 1 + refused
 
 
 def test_help_is_torchrun_s_and_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,10 @@ def test_it_looks_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how:
     plain, rank = both(*words, "--option", "--", "word")
 
     assert plain.code == 0, plain.err
-    assert _read(rank.out) == _read(plain.out)
+    expected = _read(plain.out)
+    # A warning that Python ignores, of a relative import in a script, is noted elsewhere.
+    expected["main"].pop("__warningregistry__", None)
+    assert _read(rank.out) == expected
 
 
 def _read(text: str) -> Any:
@@ -195,3 +198,93 @@ def test_processes_of_the_rank_find_its_main_module(tmp_path: Path) -> None:
 
     assert plain.code == 0, plain.err
     assert rank == plain
+
+
+CHANGES = """
+import atexit, decimal, faulthandler, gc, locale, logging, os, resource, signal, sys, tempfile, warnings
+atexit.register(print, "registered by the module")
+decimal.getcontext().prec = 7
+faulthandler.enable()
+gc.set_threshold(900, 11, 12)
+locale.setlocale(locale.LC_ALL, "C.UTF-8")
+logging.basicConfig(level=logging.INFO, format="%(message)s of the module", stream=sys.stdout)
+os.chdir("elsewhere")
+os.environ["OMP_NUM_THREADS"] = "3"
+os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] + ",of:module"
+os.environ.pop("PLACE")
+os.nice(1)
+os.umask(0o27)
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGCHLD, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+sys.argv.remove("--mine")
+sys.excepthook = lambda *_: None
+sys.path[1:1] = ["of the module"]
+sys.path.insert(0, "first of the module")
+sys.path.append("last of the module")
+sys.setrecursionlimit(1234)
+sys.setswitchinterval(0.5)
+tempfile.tempdir = os.getcwd()
+warnings.filterwarnings("ignore", message="of both")
+warnings.filterwarnings("error", message="of the module")
+warnings.simplefilter("always", append=True)
+"""
+
+CHANGED = """
+import os, sys, warnings
+warnings.filterwarnings("ignore", message="of the script")
+warnings.filterwarnings("ignore", message="of both")
+os.environ["PYTORCH_ALLOC_CONF"] = "of:script"
+sys.path.insert(0, "of the script")
+BEFORE = [os.getcwd(), os.path.abspath("x"), sys.argv[1], sys.path[0], os.environ["PLACE"]]
+import changes
+try:
+    import not_there
+except ImportError:
+    sys.path.append("in place of it")
+    import again
+AFTER = [os.getcwd(), sys.argv[1], sys.path[0], os.environ["PYTORCH_ALLOC_CONF"]]
+warnings.filterwarnings("ignore", message="of the script")
+os.environ["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] + "0"
+sys.path.insert(0, "of the script, later")
+import builtins, decimal, faulthandler, gc, json, locale, logging, resource, signal, tempfile
+print(json.dumps({
+    "before and after": [BEFORE, AFTER],
+    "environment": dict(os.environ),
+    "paths": [os.getcwd(), sys.path, sys.argv, tempfile.gettempdir()],
+    "filters": [list(map(str, one)) for one in warnings.filters],
+    "process": [os.umask(0), os.nice(0), sorted(os.sched_getaffinity(0))],
+    "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name[:6] == "RLIMIT"],
+    "signals": {int(number): str(signal.getsignal(number)).partition(" at ")[0] for number in signal.valid_signals()},
+    "mask": list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+    "collector": [gc.get_threshold(), gc.isenabled(), gc.get_debug()],
+    "interpreter": [str(sys.flags), sys.getrecursionlimit(), sys.getswitchinterval(), sys.dont_write_bytecode],
+    "texts": [locale.setlocale(locale.LC_ALL), decimal.getcontext().prec, sys.getfilesystemencoding()],
+    "hooks": [sys.excepthook is changes.sys.excepthook, faulthandler.is_enabled(), str(builtins.__import__)],
+    "logging": [logging.root.level, [str(handler) for handler in logging.root.handlers]],
+}))
+logging.info("logged")
+import atexit
+atexit.register(print, "registered by the script")
+"""
+
+
+def test_what_modules_change_is_the_same_where_the_script_changes_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"OMP_NUM_THREADS": "1", "PYTORCH_ALLOC_CONF": "", "PLACE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "changes.py").write_text(CHANGES)
+    (tmp_path / "again.py").write_text("import warnings\nwarnings.filterwarnings('ignore', message='of both')")
+    (tmp_path / "script.py").write_text(CHANGED)
+
+    plain, rank = both("script.py", "--mine", "--other")
+
+    assert plain.code == 0, plain.err
+    assert rank.out.splitlines()[1:] == plain.out.splitlines()[1:]
+    assert _read(rank.out.splitlines()[0]) == _read(plain.out.splitlines()[0])
+    assert len(plain.out.splitlines()) == 4

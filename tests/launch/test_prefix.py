@@ -23,6 +23,7 @@ def test_imports_and_what_they_depend_on() -> None:
         """A trainer."""
         from __future__ import annotations
         import os, sys
+        from dataclasses import dataclass, field
         from pathlib import Path
         HERE = Path(__file__).resolve().parent
         sys.path.insert(0, str(HERE / "lib"))
@@ -33,9 +34,9 @@ def test_imports_and_what_they_depend_on() -> None:
             import only_for_types
         def build():
             import later
-        @build
+        @dataclass(frozen=True)
         class Model:
-            pass
+            parts: list[str] = field(default_factory=list)
         logger = logging.getLogger(__name__)
         import torch
         try:
@@ -72,6 +73,66 @@ def test_it_ends_where_something_else_runs(statement: str) -> None:
     assert words(found) == ["import torch"]
     assert found.stopped == 2
     assert found.rest[-2:] == ("numpy", "a.b")
+
+
+DEFINITIONS = """
+from __future__ import annotations
+import enum, functools, torch
+from typing import NamedTuple
+from torch.distributed.elastic.multiprocessing.errors import record
+class Kind(enum.Enum):
+    A = enum.auto()
+class Pair(NamedTuple):
+    first: int = 1
+class Net(torch.nn.Module, Generic[int]):
+    name = Kind.A
+    @property
+    def size(self): return setup()
+    @size.setter
+    def size(self, value): setup()
+    make = lambda self: setup()
+class Deep(Net):
+    '''Deeper.'''
+@functools.lru_cache(maxsize=None)
+def cached(x: Undefined = 1, *more: setup(), key=lambda: setup()): setup()
+@record
+def main(): os.environ["PLACE"] = find()
+"""
+
+
+def test_definitions_that_do_nothing_else_are_walked_past() -> None:
+    found = prefix_of(f"{DEFINITIONS}import numpy\n", "train.py")
+    assert not found.stopped
+    assert words(found)[-2:] == [
+        "from torch.distributed.elastic.multiprocessing.errors import record",
+        "import numpy",
+    ]
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "@build\ndef main(): pass",
+        "class Place:\n    os.environ['PLACE'] = '1'",
+        "class Place:\n    name = setup()",
+        "class Place(mine.Base): pass",
+        "class Place(metaclass=mine.Meta): pass",
+        "class Place(torch.nn.Module, name=setup()): pass",
+        "def main(place=setup()): pass",
+        "def main(place: setup()): pass",
+        "def main() -> setup(): pass",
+        "class Place:\n    @mine.build\n    def name(self): pass",
+        "import mine as dataclasses\n@dataclasses.dataclass\nclass Place: pass",
+        "def property(function): setup()\n@property\ndef main(): pass",
+        "class Base:\n    def __init_subclass__(cls): setup()\nclass Place(Base): pass",
+        "@functools.lru_cache(setup())\ndef main(): pass",
+        "try:\n    import fast\n    sys.path.append('lib')\nexcept ImportError: pass",
+    ],
+)
+def test_definitions_that_may_do_more_end_it(definition: str) -> None:
+    found = prefix_of(f"import functools, mine, torch\n{definition}\nimport numpy\n", "train.py")
+    assert "import numpy" not in words(found)
+    assert found.rest[-1] == "numpy"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@
 
 `env` is one rank with the launcher's variables, `spawn` two by `mp.spawn` which find none of them in the environment,
 `elastic` two by `elastic_launch`. Options: `throw-away` takes a training step that a checkpoint overwrites,
-`state-only` lets the optimizer make its state first, `fail` raises in the data set, `restart` at the first attempt.
+`state-only` lets the optimizer make its state first, `fail` raises in the data set, `restart` at the first attempt,
+`restart-early` before it has a process group.
 Each rank prints one JSON line: its losses, what is still hooked at the end, and what its environment says.
 """
 
@@ -110,6 +111,8 @@ def spawned(rank: int, port: int, options: list[str]) -> None:
 
 
 def launched(options: list[str]) -> None:
+    if "restart-early" in options and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        raise RuntimeError("the first attempt fails")
     init_process_group("gloo")
     train(options)
     dist.destroy_process_group()

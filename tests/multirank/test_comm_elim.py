@@ -54,6 +54,10 @@ def test_everything_but_the_meetings_is_as_in_torchrec() -> None:
             assert sum(one.meetings.values()) == before, (case.name, one.meetings)
             assert sum(other.meetings.values()) == after, (case.name, other.meetings)
             assert "new_group" not in other.meetings and "barrier" not in other.meetings
+    own_seeds = next(case for case in CASES if set(case.shardings) == {"data_parallel"} and case.module == "EBC")
+    states = [dict(rank[own_seeds.name].state) for rank in mine]
+    assert len({(state.pop("own"), state.pop("trained own")) for state in states}) == 4, "a rank's own buffer stays"
+    assert states == states[:1] * 4 and own_seeds.seeds == "rank", "all else is sent from rank 0"
     by_host = {case.local: mine[0][case.name].groups for case in CASES if case.shardings[:1] == ("table_row_wise",)}
     assert by_host == {2: 2, 4: 1, 1: 1}, "a group of all ranks is the world's"
 
@@ -80,52 +84,10 @@ def one_differs(change: Callable[[int], None], case: Case, strict: bool = False)
     return found.result() == expected.result(), found, said
 
 
-def other_version(rank: int) -> None:
-    from initopt.comm_elim import assumed
-
-    real = assumed.version
-    if rank == 1:
-        assumed.version = lambda name: "1.9.0" if name == "torchrec" else real(name)
-
-
 def unknown_version(rank: int) -> None:
     from initopt.comm_elim import elimination
 
     elimination.TESTED["torchrec"] = "0."
-
-
-def other_environment(rank: int) -> None:
-    if rank == 1:
-        os.environ["TORCHREC_VALIDATE_COLLECTIVES"] = "1"
-
-
-def other_script(rank: int) -> None:
-    from initopt.comm_elim import assumed
-
-    if rank == 1:
-        assumed._sha256 = lambda path: "of another file"
-
-
-def other_rewrites(rank: int) -> None:
-    if rank == 1:
-        os.environ["INITOPT_DISABLE"] = "ec_metadata"
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (other_version, "versions differs between ranks (rank 0: torchrec 1.9.2; rank 1: torchrec 1.9.0)"),
-        (other_environment, "rank 1: TORCHREC_VALIDATE_COLLECTIVES=1"),
-        (other_script, "rank 1: the script has sha256 of another file"),
-        (other_rewrites, "rewrites differs between ranks (rank 0: ec_metadata; rank 1: mc_metadata)"),
-    ],
-)
-def test_a_rank_that_is_set_up_differently_is_named_and_all_do_as_torchrec(change: Any, says: str) -> None:
-    case = Case("EC", ("table_wise", "row_wise"))
-    for rank, (equal, found, said) in enumerate(fork_ranks(one_differs, change, case)):
-        assert equal and found.left_out == {}
-        assert any(says in text for text in said) == (rank == 0)
-        assert found.meetings["all_gather_object"] == 3, "the two of TorchRec, and one that tells what differs"
 
 
 def test_with_an_unknown_version_nothing_is_left_out() -> None:
@@ -136,30 +98,6 @@ def test_with_an_unknown_version_nothing_is_left_out() -> None:
             "initopt: no meeting of ranks is left out: torchrec 1.9.2 is not what was tested "
             "(torch 2.13.* and torchrec 0.*)"
         ]
-
-
-def of_another_schedule(schedules: list[str]) -> tuple[list[str], dict[str, str]]:
-    import torch
-    from torch import distributed
-
-    from initopt import Elimination
-
-    with own_group():
-        model, _, sharders = built(Case("EBC", ("table_wise",)))
-        elimination = Elimination()
-        mine = schedules[int(os.environ["RANK"])]
-        agreement = elimination.agreement(
-            distributed.group.WORLD, torch.device("cpu"), model, sharders, schedule=mine, parameters=False
-        )
-        return [str(one) for one in agreement.hold().values()], elimination.kept
-
-
-def test_another_schedule_is_named_and_nothing_is_left_out() -> None:
-    for differs, kept in fork_ranks(of_another_schedule, ["store\nplan", "store\nfeatures\nplan"]):
-        assert differs == ["schedule differs between ranks (rank 0: plan; rank 1: features)"]
-        assert len(kept) == 6
-    for differs, kept in fork_ranks(of_another_schedule, ["store\nplan"] * 2):
-        assert differs == [] and kept == {}
 
 
 def known_flag(rank: int) -> None:
@@ -187,7 +125,7 @@ def test_groups_that_were_made_at_other_times_are_torchrecs() -> None:
     case = Case("EBC", ("table_row_wise",) * 2, local=1, steps=1)
     for equal, found, _ in fork_ranks(one_differs, made_groups_before, case):
         assert equal and found.meetings["new_group"] == 3 and "groups" not in found.left_out
-        assert "rank 1: groups made 1 times" in found.kept["groups"]
+        assert "rank 1: groups made: 1" in found.kept["groups"]
 
 
 def wants_barriers(rank: int) -> None:
@@ -199,61 +137,6 @@ def test_groups_that_need_all_ranks_are_torchrecs() -> None:
     for equal, found, said in fork_ranks(one_differs, wants_barriers, case):
         assert equal and said == [] and found.meetings["new_group"] == 3
         assert found.kept["groups"].startswith("TORCH_DIST_INIT_BARRIER asks for a barrier")
-
-
-def disagreement(change: Callable[[int], dict[str, Any]], case: Case, strict: bool = False) -> str:
-    """What is raised on this rank; within the block, so that no rank is left in a meeting."""
-    from initopt import Disagreement, eliminated
-
-    with pytest.raises(Disagreement) as caught:
-        outcome(case, lambda: eliminated(strict=strict), **change(int(os.environ["RANK"])))
-    return str(caught.value)
-
-
-def other_order(rank: int) -> dict[str, Any]:
-    return {"order": rank == 0}
-
-
-def other_size(rank: int) -> dict[str, Any]:
-    return {"rows": lambda index: 32 + 8 * index * (rank + 1)}
-
-
-def other_plan(rank: int) -> dict[str, Any]:
-    from tests.multirank import eliminated_ranks
-
-    real = eliminated_ranks.sharding
-    if rank:
-        eliminated_ranks.sharding = lambda kind, index, *rest: real(kind, index + 1, *rest)
-    return {}
-
-
-def nothing(rank: int) -> dict[str, Any]:
-    return {}
-
-
-@pytest.mark.parametrize(
-    ("change", "seeds", "strict", "says"),
-    [
-        (other_order, "equal", False, "tables differs between ranks (rank 0: tables: t0 32 x 8"),
-        (other_size, "equal", False, "rank 1: tables: t1 48 x 8"),
-        (
-            other_plan,
-            "equal",
-            False,
-            "sharding plan of DistributedModelParallel differs between ranks (rank 0: tables.t0",
-        ),
-        (
-            nothing,
-            "rank",
-            True,
-            "values of dense parameters differs between ranks (rank 0: over.weight: values with sha",
-        ),
-    ],
-)
-def test_what_nobody_can_train_with_is_an_error_on_all_ranks(change: Any, seeds: str, strict: bool, says: str) -> None:
-    case = Case("EBC", ("table_wise",) * 2, seeds=seeds)
-    one, other = fork_ranks(disagreement, change, case, strict)
-    assert one == other and says in one
 
 
 def test_without_the_agreement_the_result_would_differ() -> None:
@@ -326,15 +209,18 @@ def patched() -> list[int]:
     """What the rewrites replace, by `id` of what stands there."""
     import torch.nn.parallel.distributed as ddp
     from torch import distributed
+    from torch.distributed import device_mesh
     from torch.distributed._shard.sharded_tensor import ShardedTensor
-    from torchrec.distributed import embedding, embeddingbag, mc_modules, model_parallel
+    from torchrec.distributed import embedding, embeddingbag, mc_modules, model_parallel, types
+    from torchrec.distributed.planner import EmbeddingShardingPlanner
     from torchrec.distributed.sharding import grid_sharding, twrw_sharding
 
     homes = (
         *(ddp, ddp.DistributedDataParallel, distributed, ShardedTensor, grid_sharding, twrw_sharding),
         *(embedding.ShardedEmbeddingCollection, embeddingbag.ShardedEmbeddingBagCollection),
         *(mc_modules.ShardedManagedCollisionCollection, model_parallel, model_parallel.DistributedModelParallel),
-        model_parallel.DefaultDataParallelWrapper,
+        *(model_parallel.DefaultDataParallelWrapper, model_parallel.DMPCollection),
+        *(types.ShardingEnv, device_mesh, EmbeddingShardingPlanner),
     )
     return [id(value) for home in homes for _, value in sorted(vars(home).items()) if callable(value)]
 
@@ -378,7 +264,8 @@ def kept(kind: str) -> tuple[bool, Outcome]:
     if kind == "subclass":
 
         class Mine(model_parallel.DistributedModelParallel):  # type: ignore[misc]
-            pass
+            def _init_dmp(self, module: Any) -> Any:
+                return super()._init_dmp(module)
 
         eliminated_ranks.PARALLEL = Mine
     if kind == "sharded":
@@ -417,7 +304,7 @@ def kept(kind: str) -> tuple[bool, Outcome]:
         ("own init_fn", "dp_tables", "may read its table"),
         ("meta dense", "ddp_sync", "not known before the model is sharded"),
         ("sharded", "dp_tables", "Sharded is not TorchRec's own"),
-        ("subclass", "validation_flag", "Mine is not TorchRec's own"),
+        ("subclass", "validation_flag", "Mine has a _init_dmp of its own"),
         ("sharder", "ddp_sync", "Own may write to dense parameters"),
     ],
 )

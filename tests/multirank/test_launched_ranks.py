@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from initopt import Run
-from tests.multirank.launch import MARK, REPOSITORY, marked
+from tests.multirank.launch import MARK, REPOSITORY, free_port, marked
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LAUNCH = (sys.executable, "-c", "from initopt.cli import main; main()", "launch")
@@ -36,7 +36,11 @@ class Left:
 
 
 def run(
-    folder: Path, launchers: Sequence[tuple[str, ...]], *words: str, act: Callable[[int], None] | None = None
+    folder: Path,
+    launchers: Sequence[tuple[str, ...]],
+    *words: str,
+    act: Callable[[int], None] | None = None,
+    meeting: Sequence[str] = ("--standalone",),
 ) -> list[Left]:
     """The job under each launcher, side by side. `act` is called with the process id of each launcher."""
     jobs = []
@@ -52,7 +56,7 @@ def run(
             "PLACE": str(place),
             MARK: mark,
         }
-        command = [*launcher, "--standalone", "--nproc-per-node=2", f"--log-dir={place}/logs", *words]
+        command = [*launcher, *meeting, "--nproc-per-node=2", f"--log-dir={place}/logs", *words]
         with open(place / "out", "wb") as out, open(place / "err", "wb") as err:
             jobs.append((mark, place, subprocess.Popen(command, env=environment, cwd=folder, stdout=out, stderr=err)))
     try:
@@ -161,19 +165,29 @@ def test_a_signal_to_the_agent_ends_all_ranks_as_under_torchrun(tmp_path: Path) 
     assert not launch.orphans
 
 
-def test_a_refusal_ends_the_launch_before_any_rank(tmp_path: Path) -> None:
-    (tmp_path / "odd.py").write_text(
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+def test_a_host_that_can_t_fork_ranks_keeps_no_other_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("import os, signal\nif os.environ['ODD'] == '1':\n    signal.alarm(1000)")
+    _script(
+        tmp_path,
+        """
+        import odd
+        import os, sys
+        with open(f"/proc/{os.getppid()}/cmdline") as command:
+            forked = "warm_parent" in command.read()
+        sys.stdout.write(f"{os.environ['ODD']} of {os.environ['WORLD_SIZE']} {forked}\\n")
+        """,
     )
-    _script(tmp_path, "import odd\nprint('ran')")
+    hosts = [("env", f"ODD={number}", *LAUNCH) for number in (0, 1)]
+    meeting = ("--nnodes=2", "--rdzv-id=7", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
 
-    (launch,) = run(tmp_path, (LAUNCH,), "script.py")
+    forks, other = run(tmp_path, hosts, "--preload=odd", "script.py", meeting=meeting)
 
-    assert launch.code == 2
-    assert launch.out == []
-    assert re.search(r"^initopt: `import odd` \(script.py, line 1\) started 1 thread", launch.err, re.MULTILINE)
-    assert "Traceback" not in launch.err
-    assert not launch.orphans
+    assert (forks.code, forks.out) == (0, ["0 of 4 True"] * 2), forks.err
+    assert (other.code, other.out) == (0, ["1 of 4 False"] * 2), other.err
+    reason = "initopt launch: --preload: `import odd` set a timer, which .*; ranks are started as by torchrun here"
+    assert re.search(reason, other.err)
+    assert "Traceback" not in other.err
+    assert not forks.orphans + other.orphans
 
 
 def test_ranks_of_the_real_libraries(tmp_path: Path) -> None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from initopt.comm_elim.drop import TOGETHER
 from initopt.comm_elim.findings import Finding
 from initopt.comm_elim.passes import settled
 from initopt.comm_elim.program import Program
 from initopt.comm_elim.resimulate import Call, Resimulation, call_of
 from initopt.comm_elim.timeline import Met, timeline
+from initopt.graph import Graph, Step
 from initopt.runs import Run
 from tests.comm_elim.recorded import OWN, TABLES, Script
 
@@ -32,7 +34,7 @@ Held = dict[int, dict[str, int]]
 
 @dataclass(frozen=True)
 class Do:
-    """One instruction: `op` on a group with the number `name`, from a root; or rank `root` changes its own number."""
+    """One instruction: `op` on a group with the number `name`, from a root; or rank `root` changes its own or looks."""
 
     op: str
     group: str
@@ -54,15 +56,22 @@ def programs(draw: st.DrawFn) -> tuple[Held, list[Do]]:
         if op == "table":
             # TorchRec fills a table, sends it, and goes on with the next one: each has a name of its own.
             for i in range(draw(st.integers(1, 3))):
+                # Another module may be sent to others, or from another rank.
+                group = draw(st.sampled_from([group, group, "world"]))
+                root = draw(st.sampled_from([*[root] * 3, *GROUPS[group]]).filter(GROUPS[group].__contains__))
                 does.append(Do("broadcast", group, f"{name}{i}", root, TABLES))
                 between = draw(st.sampled_from([None, None, "all_reduce", "all_gather", "barrier"]))
                 if between is not None:
                     does.append(Do(between, draw(st.sampled_from(sorted(GROUPS))), f"{name}{i}", root))
         else:
+            if op == "broadcast" and draw(st.booleans()):
+                # Code that is not TorchRec's may look at a table first.
+                does.append(Do("look", group, draw(st.sampled_from(SENT)), root))
             does.append(Do(op, group, name, root))
     for do in does:
         for rank in range(RANKS):
-            held[rank].setdefault(do.name, draw(st.integers(0, 1)))
+            # Tables differ between ranks, but need not.
+            held[rank].setdefault(do.name, draw(st.sampled_from([rank, rank, 0])))
     return held, does
 
 
@@ -91,7 +100,7 @@ def recorded(held: Held, does: list[Do], root: Path) -> tuple[Run, list[Held], d
     for number, do in enumerate(does):
         if do.op == "change":
             held[do.root][do.name] += 1
-        else:
+        elif do.op != "look":
             before = {rank: digest(held[rank][do.name]) for rank in GROUPS[do.group]}
             rooted = do.root if do.op == "broadcast" else -1
             shown = "" if do.op == "barrier" else before
@@ -109,7 +118,7 @@ def found_in(run: Run) -> tuple[list[Finding], tuple[Met, ...]]:
     return settled(Program(run, line.meetings)), line.meetings
 
 
-@settings(max_examples=150)
+@settings(max_examples=400)
 @given(programs())
 def test_what_ranks_receive_stays_the_same(program: tuple[Held, list[Do]]) -> None:
     start, does = program
@@ -131,13 +140,16 @@ def test_what_ranks_receive_stays_the_same(program: tuple[Held, list[Do]]) -> No
     for number, do in enumerate(does):
         if do.op == "change":
             held[do.root][do.name] += 1
+        elif do.op == "look":
+            assert do.name not in unsent
         elif number in gone:
             # On all members or none: else some would wait for ever.
             assert gone[number] == set(GROUPS[do.group])
             unsent |= {do.name} if number in late else set()
         else:
             for earlier in carried.get(number, ()):
-                meet(does[earlier], held)
+                # One broadcast, so one group and one root.
+                meet(replace(do, name=does[earlier].name), held)
                 unsent.discard(does[earlier].name)
             # What others were to have been sent by now is not read.
             assert do.op == "barrier" or do.name not in unsent
@@ -163,6 +175,96 @@ def test_the_order_stays_one_on_all_ranks(program: tuple[Held, list[Do]]) -> Non
     for rank in range(RANKS):
         own = [calls[call_of(span)] for met in left for span in met.spans if span.rank == rank]
         assert own == sorted(own)
+
+
+@dataclass(frozen=True)
+class Doing:
+    """A step that meets others, or handles a file on a rank. It runs after the steps that it needs."""
+
+    name: str
+    op: str
+    group: str
+    root: int
+    needs: tuple[str, ...]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Doing]:
+    """A rank hands a file to another one behind a barrier, some times over; what comes next may do as well."""
+    found: list[Doing] = []
+
+    def add(op: str, group: str, root: int, *needs: Doing) -> Doing:
+        one = Doing(f"s{len(found)}", op, group, root, tuple(each.name for each in needs))
+        found.append(one)
+        return one
+
+    for _ in range(draw(st.integers(1, 3))):
+        group = draw(st.sampled_from(sorted(GROUPS)))
+        early, late = draw(st.permutations(GROUPS[group]))[:2]
+        written = add("file", group, early)
+        behind = add("barrier", group, early, written)
+        op = draw(st.sampled_from(["", "barrier", "all_reduce", "broadcast"]))
+        if op:
+            other = draw(st.sampled_from([group, group, *sorted(GROUPS)]))
+            root = draw(st.sampled_from(GROUPS[other]))
+            following = add(op, other, root)
+            behind = draw(st.sampled_from([behind, following]))
+        add("file", group, late, behind)
+    return found
+
+
+def orders(does: list[Doing], gone: set[str]) -> set[tuple[str, str]]:
+    """Which file steps come before which other rank's, whatever the timing, if these meetings are left out."""
+    before = {one.name: {one.name} for one in does}
+    for one in does:
+        for needed in one.needs:
+            before[one.name] |= before[needed]
+    meetings = [one for one in does if one.op != "file"]
+    files = [one for one in does if one.op == "file"]
+    found = set()
+    for first in files:
+        for second in files:
+            if first is second or first.root == second.root:
+                continue
+            # Meetings keep their order among each other, and a step its place in it.
+            come = [at for at, met in enumerate(meetings) if first.name in before[met.name]]
+            left = [at for at, met in enumerate(meetings) if met.name in before[second.name]]
+            between = meetings[min(come) : max(left) + 1] if come and left else []
+            if any(met.name not in gone and _joins(met, first.root, second.root) for met in between):
+                found.add((first.name, second.name))
+    return found
+
+
+def _joins(met: Doing, early: int, late: int) -> bool:
+    """Whether `late` leaves the meeting after `early` has come to it."""
+    both = {early, late} <= set(GROUPS[met.group])
+    return both and (met.op in TOGETHER or (met.op == "broadcast" and met.root == early))
+
+
+@settings(max_examples=300)
+@given(steps())
+def test_what_a_step_finds_on_disk_stays_in_order(does: list[Doing]) -> None:
+    """A barrier orders what ranks do beside their meetings: it goes only where its neighbour does that, too."""
+    script = Script(ranks=RANKS)
+    for one in does:
+        if one.op != "file":
+            members = GROUPS[one.group]
+            root = one.root if one.op == "broadcast" else -1
+            shown = {rank: f"{one.name}{rank}" for rank in members}
+            digests = "" if one.op == "barrier" else shown
+            script.meet(one.op, group=one.group, members=members, step=one.name, digest=digests, root=root)
+    graph = Graph(
+        [
+            *(Step(one.name, needs=one.needs, lane="io:disk" if one.op == "file" else "comms") for one in does),
+            Step("first_step", lane="comms"),
+        ],
+        name="steps",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run = script.run(Path(folder), graph=graph, steps=False)
+    findings, _ = found_in(run)
+    gone = {finding.meetings[0].call.step for finding in findings if finding.verdict == "drop"}
+    assert orders(does, gone) == orders(does, set())
 
 
 @settings(max_examples=100)

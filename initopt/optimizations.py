@@ -1,0 +1,46 @@
+"""The optimizations that `python -m initopt.run --optimize` may apply, by name: what each does, and where it acts.
+
+Only the table: how each is done stands in a file of its own under `optimize`. It imports nothing, since the command
+line and every watched process need it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+DISABLE = "INITOPT_DISABLE"
+"""Names of optimizations, or of single rewrites of collectives, that are not used; with commas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimization:
+    """`name` is that of `--no-NAME`, `does` a phrase, `at` where it acts.
+
+    With `together` it leaves collectives out or adds some, so all ranks apply it or none.
+    """
+
+    name: str
+    does: str
+    at: str
+    together: bool = False
+
+
+TABLE = (
+    Optimization("plan", "the sharding plan is made on every rank, and compared", "a sharding planner", together=True),
+    Optimization("eliminate", "meetings of ranks are left out", "DistributedModelParallel", together=True),
+    Optimization("fill-once", "tables are filled once", "DistributedModelParallel"),
+    Optimization("compile", "compiled code is kept, and shared by the ranks of a host", "the first compile"),
+    Optimization("rendezvous", "the job's store is reached during the imports", "the end of `import torch`"),
+)
+"""All that is applied, in the order in which a trainer comes to it."""
+
+NAMES = tuple(one.name for one in TABLE)
+
+
+def enabled(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of these names that INITOPT_DISABLE does not take away, in the table's order."""
+    off = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
+    wanted = set(names)
+    return tuple(name for name in NAMES if name in wanted and name not in off)

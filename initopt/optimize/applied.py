@@ -1,0 +1,143 @@
+"""Applies the optimizations to one process: which one acts at which entry point, from its start to its first step.
+
+Watching hooks the entry points (see `entry_points`); this says what is called in their place. Where an optimization
+can't act what was there is called, as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from initopt.entry_points import Event
+from initopt.hooks import drop_own_frames
+from initopt.optimizations import TABLE, enabled
+from initopt.optimize.compiled import CompiledOnce
+from initopt.optimize.eliminate import eliminate
+from initopt.optimize.loaders import Loaders
+from initopt.optimize.plan import Plan
+from initopt.optimize.rendezvous import EarlyStore
+from initopt.optimize.saying import Saying
+from initopt.optimize.tables import filled_once
+from initopt.optimize.together import Together
+
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Optimizing:
+    """The optimizations of this process.
+
+    `names` are those that were asked for, `script` is what the job is called, `root` where its runs are kept.
+    With `is_script` this process is the one that was started, and not one that it has started.
+    """
+
+    def __init__(self, names: Sequence[str], script: str, root: str, saying: Saying, *, is_script: bool) -> None:
+        self._asked = names
+        self._on = enabled(names)
+        self._saying = saying
+        self._together = Together([one.name for one in TABLE if one.together and one.name in self._on])
+        self._plan = Plan(self._together, saying)
+        self._loaders = Loaders(saying)
+        self._here = threading.local()
+        self._compiled = CompiledOnce(script, root, saying) if "compile" in self._on else None
+        early = "rendezvous" in self._on and is_script
+        self._early = EarlyStore(saying) if early else None
+
+    def imported(self, module: str) -> None:
+        """A module was imported: something may begin now."""
+        if self._early is not None and module == "torch":
+            with self._saying.costs_only("rendezvous"):
+                self._early.begin()
+        if self._compiled is not None and module == "torch._dynamo.callback":
+            with self._saying.costs_only("compile"):
+                self._compiled.watch(sys.modules[module])
+
+    def joined(self) -> None:
+        """The default process group was made."""
+        with self._saying.costs_only("eliminate"):
+            self._together.joined()
+
+    def instead(self, event: Event, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called at an entry point in place of `function`."""
+        if event == "plan" and "plan" in self._on:
+            return _clean(self._plan.instead(function))
+        if event == "dmp" and {"eliminate", "fill-once"} & set(self._on) and not getattr(self._here, "in_dmp", False):
+            return _clean(functools.partial(self._dmp, function.__qualname__.partition(".")[0]))
+        if event == "rendezvous" and self._early is not None:
+            return self._early.instead(function)
+        return function
+
+    def loader_made(self, loader: Any, at: float) -> None:
+        """A data loader was made, `at` this `time.perf_counter`."""
+        self._loaders.made(loader, at)
+
+    def loader_begins(self, loader: Any, at: float) -> None:
+        """It is asked for an iterator."""
+        self._loaders.begins(loader, at)
+
+    def first_batch(self, iterator: Any, seconds: float, step: str) -> None:
+        """An iterator has given its first batch, after so many seconds, in the outermost step `step`."""
+        self._loaders.first_batch(iterator, seconds, step)
+
+    def trained(self) -> None:
+        """The first training step is over: keep what the next start can use, and say what was not used."""
+        if self._compiled is not None:
+            with self._saying.costs_only("compile"):
+                self._compiled.keep()
+        unused = {
+            "plan": "no sharding planner made a plan",
+            "eliminate": "no DistributedModelParallel was made",
+            "fill-once": "no DistributedModelParallel was made",
+            "compile": "nothing was compiled before the first training step had ended",
+            "rendezvous": "the job's store is not torchrun's, or no process group was made of it",
+        }
+        for name, why in unused.items():
+            if name in self._on:
+                self._saying.never(name, why)
+            else:
+                asked = name in self._asked
+                self._saying.never(name, "INITOPT_DISABLE names it" if asked else f"--no-{name}")
+
+    def end(self) -> None:
+        """Take out what this has put anywhere."""
+        if self._compiled is not None:
+            self._compiled.end()
+        if self._early is not None:
+            self._early.end()
+
+    def _dmp(self, kind: str, *args: Any, **kwargs: Any) -> None:
+        """Make one of the kind, which is the name of a class of TorchRec."""
+        parallel = sys.modules["torchrec.distributed.model_parallel"]
+        around: dict[str, Callable[[], Any]] = {
+            "fill-once": lambda: filled_once(self._saying),
+            "eliminate": lambda: eliminate(self._together, self._saying, plan="plan" in self._on),
+        }
+        self._here.in_dmp = True
+        try:
+            with ExitStack() as stack:
+                for name, block in around.items():
+                    if name in self._on:
+                        with self._saying.costs_only(name):
+                            stack.enter_context(block())
+                # Looked up anew: the blocks have put something in its place.
+                getattr(parallel, kind).__init__(*args, **kwargs)
+        finally:
+            self._here.in_dmp = False
+
+
+def _clean(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose own frames are in no traceback of what the script or a library raises in it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as raised:
+            drop_own_frames(raised, _FOLDER)
+            raise
+
+    return call
