@@ -257,9 +257,18 @@ RUNNERS: dict[str, Callable[[Here, str], None]] = {
 }
 
 
+def runners_of(command: str) -> list[Callable[[Here, str], None]]:
+    return [runner for pattern, runner in RUNNERS.items() if re.fullmatch(pattern, command, flags=re.DOTALL)]
+
+
+@pytest.mark.parametrize("command", ["initopt nosuch", "python -m other", "sbatch job.sh", "initopt-other --x"])
+def test_a_command_that_no_test_runs_is_not_known(command: str) -> None:
+    assert runners_of(command) == []
+
+
 @pytest.mark.parametrize(("command", "place"), [pytest.param(*one, id=one[1]) for one in commands().items()])
 def test_the_command(command: str, place: str, here: Here) -> None:
-    found = [runner for pattern, runner in RUNNERS.items() if re.fullmatch(pattern, command, flags=re.DOTALL)]
+    found = runners_of(command)
     assert len(found) == 1, f"{place}: {command!r} is known to {len(found)} patterns of {__name__}, not one"
     found[0](here, command)
 
