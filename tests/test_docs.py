@@ -26,6 +26,7 @@ from initopt import cli
 from initopt.chain import finished_ranks
 from initopt.plugins import torchx as component
 from initopt.runs import Run
+from tests.comm_elim.recorded import stock
 from tests.multirank.launch import free_port
 from tests.programs import program
 from tests.synthetic import wasteful, write_run
@@ -101,7 +102,8 @@ class Here:
         program(folder / "bin", "torchrun", f'exec {sys.executable} -m torch.distributed.run "$@"')
         program(folder / "bin", "initopt", f'exec {sys.executable} -c "from initopt.cli import main; main()" "$@"')
         spans, graph, noted = wasteful()
-        write_run(folder / "synthetic", spans, graph=graph, extra=noted)
+        write_run(folder / "with_graph", spans, graph=graph, extra=noted)
+        stock().run(folder / "with_tables", number=1)
 
     def run(self, command: str) -> Path:
         """The run root that the command has left, which is run once by bash."""
@@ -159,12 +161,12 @@ def starts(here: Here, command: str) -> None:
 
 
 def reads(here: Here, command: str) -> None:
-    """A view: of the run that a start has recorded, or of a made-up one where it has to have a graph or a name."""
+    """A view: of the run that a start has recorded, or of a made-up one where it has to have a graph or tables."""
     words = shlex.split(re.sub(r"^INITOPT_ROOT=\S+ ", "", command))[1:]
     words = ["1" if word == "RUN" else word for word in words]
-    made_up = words[:1] == ["draw"] or "--why" in words
-    root = here.folder / "synthetic" if made_up else here.run(RECORDED)
-    words = ["ec_metadata" if word == "NAME" else word for word in words]
+    made_up = {"draw": "with_graph", "--why": "with_tables"}
+    wanted = [name for word, name in made_up.items() if word in words]
+    root = here.folder / wanted[0] if wanted else here.run(RECORDED)
     words, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, os.devnull)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INITOPT_ROOT", str(root))
