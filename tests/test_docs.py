@@ -139,17 +139,17 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Here:
 
 
 RECORDED = "torchrun --nproc-per-node 2 -m initopt.run train.py"
-LAUNCHED = "initopt launch --nproc-per-node 2 --max-restarts 3 train.py"
+LAUNCHED = "initopt launch --nproc-per-node 1 --max-restarts 3 train.py"
 
 
 def starts(here: Here, command: str) -> None:
     """A start of train.py, which is the script of the first run's page, or of a package tzrec that has nothing else.
 
-    On two ranks at the most, or one for a package, and without arguments: a script has its own.
+    One rank where the form of the command is new, two for that of the first run's page, without arguments of the script.
     """
     wanted = command.replace(" -m MODULE", " -m tzrec.train_eval").replace(" SCRIPT", " train.py").replace(" ARGS", "")
     wanted = wanted.replace(" --lr 1", "").replace(" --standalone", "").replace("torchrun -m", "torchrun ... -m")
-    ranks = 1 if " -m tzrec" in wanted else 2
+    ranks = 1 if re.search("-m tzrec|--optimize|initopt launch", wanted) else 2
     for given in ("...", "--nproc-per-node 8", "--nproc-per-node 2"):
         wanted = wanted.replace(given, f"--nproc-per-node {ranks}")
     wanted = wanted.replace("python -u", "python")
