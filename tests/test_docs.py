@@ -145,7 +145,7 @@ LAUNCHED = "initopt launch --nproc-per-node 1 --max-restarts 3 train.py"
 def starts(here: Here, command: str) -> None:
     """A start of train.py, which is the script of the first run's page, or of a package tzrec that has nothing else.
 
-    One rank where the form of the command is new, two for that of the first run's page, without arguments of the script.
+    One rank, or two for what the first run's page has, and without arguments of the script.
     """
     wanted = command.replace(" -m MODULE", " -m tzrec.train_eval").replace(" SCRIPT", " train.py").replace(" ARGS", "")
     wanted = wanted.replace(" --lr 1", "").replace(" --standalone", "").replace("torchrun -m", "torchrun ... -m")
