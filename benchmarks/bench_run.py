@@ -1,107 +1,203 @@
-"""Any trainer, untouched: recorded as it is, against `initopt.run --optimize`, in turn and in fresh processes.
+"""Real trainers, untouched: as they are, under `initopt.run`, and under `initopt.run --optimize`.
 
-    python -m benchmarks.bench_run                                   # the plain DLRM trainer of this repository
-    python -m benchmarks.bench_run --ranks 2 --runs 5 -- train.py ARGS   # any script, or -m MODULE ARGS
+    python -m benchmarks.bench_run --save                    # all trainers; about twelve minutes on two cores
+    python -m benchmarks.bench_run --trainers golden hstu --rounds 5
 
-Both sides are recorded, so the recorder's own cost is in both. Besides the table of `initopt bench` it says how many
-meetings of ranks there were before the first batch, and whether what the script printed was the same (objects of JSON
-only, such as a trainer's losses). Without them, and without digests in the record, nothing shows that the training was.
+Every start is in fresh processes; in each round a trainer is started in all three ways, the first of them in turn.
+First batch: wall time from the start of the command until the slowest rank has said that its first training step had
+ended. CPU: of the command with all that it started, to its end. Trained: the losses and the digest of all that was
+trained, printed by every rank; they must be the same in all starts. Meetings: collectives of rank 0 before its first
+training step, without the making of groups; groups: those that rank 0 makes. Both are of the records, so those of the
+trainer as it is are those of its recorded starts. What the trainers are like is said in `trainers/`.
+
+For a script of your own there is `initopt bench`, with `-m initopt.run` on one side and `--optimize` on the other.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import re
+import resource
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from initopt import Run, bench
-from initopt.record import run_root
-from initopt.report import bench_view
+from benchmarks.trainers import criteo
+from initopt import Run, bench, contain
+from initopt.record import FIRST_STEP, run_root
 
-PLAIN = (str(Path(__file__).parent / "trainers" / "dlrm_plain.py"), "--no-compile", "--steps", "3")
+RESULTS = Path(__file__).parent / "results" / "run.md"
+REPOSITORY = Path(__file__).resolve().parents[1]
+TRAINERS = REPOSITORY / "benchmarks" / "trainers"
+RANKS = 2
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+EASYREC = ("-m", "benchmarks.trainers.easyrec", "--model-dir")
+LIMIT = 300.0
 
-
-def command(script: Sequence[str], ranks: int, *options: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, "-m", "initopt.run", *options, *script]
-
-
-def measure(script: Sequence[str], *, ranks: int, runs: int, warmup: int, root: Path) -> bench.Bench:
-    return bench.run_bench(
-        command(script, ranks),
-        command(script, ranks, "--optimize"),
-        runs=runs,
-        warmup=warmup,
-        root=root,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-
-
-def printed(side: bench.Side, folder: Path) -> set[tuple[str, ...]]:
-    """The JSON objects that each run printed, in no order: ranks print as they come, some into the same line."""
-    return {tuple(sorted(_objects((folder / sample.log).read_text(errors="replace")))) for sample in side.samples}
+WAYS: dict[str, tuple[str, ...]] = {
+    "stock": (),
+    "recorded": ("-m", "initopt.run", "--root"),
+    "optimized": ("-m", "initopt.run", "--optimize", "--root"),
+}
+MAKES_GROUPS = ("init_process_group", "new_group", "split_group")
+COLUMNS = ("trainer", "rounds", "meetings", "groups", "first batch s", "recorded", "optimized")
+COLUMNS += ("CPU s", "recorded", "optimized", "trained")
 
 
-def _objects(text: str) -> Iterator[str]:
-    decoder, at = json.JSONDecoder(), text.find("{")
-    while at >= 0:
-        end = at + 1
-        with suppress(ValueError):
-            _, end = decoder.raw_decode(text, at)
-            yield text[at:end]
-        at = text.find("{", end)
+@dataclass(frozen=True)
+class Start:
+    """One start. Times are seconds; `said` is what the ranks printed of their training. The rest is of its record."""
+
+    first_batch: float
+    cpu: float
+    said: tuple[str, ...]
+    meetings: int = 0
+    groups: int = 0
+    run: Run | None = None
 
 
-def meetings(side: bench.Side, folder: Path) -> list[int]:
-    """Meetings of rank 0 before its first training step, beyond the rendezvous, in each run."""
-    counts = []
-    for sample in side.samples:
-        run = Run.load(folder / sample.run)
-        calls = [span for span in run.of_rank(0) if span.kind == "collective" and span.step != "first_step"]
-        counts.append(sum(call.op != "init_process_group" for call in calls))
-    return counts
+def trainers(folder: Path) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Each trainer: what launches it, and its own words. Their files are below `folder`."""
+    itself: tuple[str, ...] = ()
+    golden, main, hstu = (str(TRAINERS / name) for name in ("golden.py", "dlrm_main.py", "hstu.py"))
+    return {
+        "golden": (TORCHRUN, (golden,)),
+        "golden, own plan": (TORCHRUN, (golden, "--own-plan")),
+        "dlrm_main": (TORCHRUN, (main,)),
+        "dlrm_main, three pipelines": (TORCHRUN, (main, "--three-pipelines")),
+        "easyrec (imports emulated)": (TORCHRUN, (*EASYREC, str(folder / "model"))),
+        "easyrec, continued (imports emulated)": (TORCHRUN, (*EASYREC, str(folder / "continued"), "--continue")),
+        "hstu, spawned": (itself, (hstu, "--ranks", str(RANKS))),
+        "hstu, elastic, validated first": (
+            itself,
+            (hstu, "--ranks", str(RANKS), "--launch", "elastic", "--validate-first"),
+        ),
+    }
 
 
-def lines(measured: bench.Bench, root: Path) -> list[str]:
-    folder = root / "bench"
-    before, after = meetings(measured.stock, folder), meetings(measured.initopt, folder)
-    said = printed(measured.stock, folder), printed(measured.initopt, folder)
-    told = [f"Meetings of ranks before the first training step: {_range(before)} -> {_range(after)} (rank 0)."]
-    if said[0] == {()}:
-        told.append("The script printed no JSON, so nothing printed can be compared.")
-    elif len(said[0]) > 1:
-        told.append("The script itself does not print the same twice, so nothing printed can be compared.")
-    else:
-        told.append("What it printed is the same." if said[0] == said[1] else "! What it printed DIFFERS.")
-    last = Run.load(folder / measured.initopt.samples[-1].run)
-    told += dict.fromkeys(
-        f"{'applied' if one.applied else 'left'}  {one.name}: {one.text}" for one in last.optimized if one.rank == 0
-    )
-    return told
+def measure(launcher: Sequence[str], words: Sequence[str], way: str, folder: Path) -> Start:
+    """One start. Raises RuntimeError where it ended otherwise than well, or left processes."""
+    root = folder / "runs"
+    prefix = (*WAYS[way], str(root)) if WAYS[way] else ()
+    command = [sys.executable, *launcher, *prefix, *words]
+    log = folder / f"{way}.log"
+    environment = {**os.environ, "INITOPT_DATA": str(criteo.data_folder()), "PYTHONPATH": _paths()}
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+    outcome = contain.run(command, env=environment, log=log, timeout=LIMIT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    text = log.read_text(errors="replace")
+    ends = [float(at) for at in re.findall(r"^first step at ([\d.]+)$", text, re.MULTILINE)]
+    said = tuple(sorted(line for line in text.splitlines() if line.startswith("{") and "trained_state" in line))
+    if outcome.code != 0 or outcome.left or len(ends) != RANKS or len(said) != RANKS:
+        raise RuntimeError(f"{' '.join(command)} ended with {outcome.code}, left {outcome.left}:\n{text}")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    start = Start(max(ends) - began, cpu, said)
+    if not prefix:
+        return start
+    run = Run.latest(root)
+    spans = run.of_rank(0)
+    begun = next(span.start for span in spans if span.name == FIRST_STEP)
+    calls = [span for span in spans if span.kind == "collective" and span.start < begun]
+    groups = sum(call.op in MAKES_GROUPS for call in calls)
+    return Start(start.first_batch, cpu, said, len(calls) - groups, groups, run)
 
 
-def _range(counts: Sequence[int]) -> str:
-    return str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} ... {max(counts)}"
+def _paths() -> str:
+    return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+
+
+def row(name: str, rounds: Sequence[dict[str, Start]]) -> str:
+    """The line of a trainer."""
+    cells = [name, str(len(rounds))]
+    for count in ("meetings", "groups"):
+        sides = [sorted({getattr(one[way], count) for one in rounds}) for way in ("recorded", "optimized")]
+        cells.append(" -> ".join(" ... ".join(map(str, counts)) for counts in sides))
+    for time_ in ("first_batch", "cpu"):
+        stock = [getattr(one["stock"], time_) for one in rounds]
+        cells.append(f"{bench.Spread.of(stock).median:.2f}")
+        for way in ("recorded", "optimized"):
+            ratio = bench.Spread.of(
+                theirs / ours for ours, theirs in zip((getattr(one[way], time_) for one in rounds), stock, strict=True)
+            )
+            cells.append(f"{ratio.median:.2f} ({ratio.min:.2f} ... {ratio.max:.2f})")
+    said = {start.said for one in rounds for start in one.values()}
+    cells.append("identical" if len(said) == 1 else "DIFFERENT")
+    return f"| {' | '.join(cells)} |"
+
+
+def became(name: str, rounds: Sequence[dict[str, Start]]) -> str:
+    """What the last optimized start says of each optimization, on rank 0, as a line of a table."""
+    run = rounds[-1]["optimized"].run
+    assert run is not None
+    said = [
+        list(
+            dict.fromkeys(
+                f"{one.name}: {one.text}" for one in run.optimized if one.rank == 0 and one.applied == applied
+            )
+        )
+        for applied in (True, False)
+    ]
+    return f"| {name} | {' | '.join('; '.join(texts) for texts in said)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=5, help="measured pairs")
-    parser.add_argument("--warmup", type=int, default=1, help="pairs before, not measured")
-    parser.add_argument("--root", type=Path, default=None, help="where runs are kept; default: as for any run")
-    parser.add_argument(
-        "script", nargs="*", default=[], help="after --: the script and its arguments, or -m MODULE ..."
+    parser.add_argument("--trainers", nargs="+", default=[""], help="only those whose name begins so")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help=f"also put the rows into results/{RESULTS.name}")
+    chosen = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    folder = run_root().resolve() / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    cases = trainers(folder)
+    names = [name for name in cases if name.startswith(tuple(chosen.trainers))]
+    if not names:
+        parser.error(f"no trainer's name begins with {' or '.join(chosen.trainers)}: {', '.join(cases)}")
+    if not (folder / "continued" / "checkpoint" / ".metadata").exists():  # its last file
+        measure(TORCHRUN, (*EASYREC, str(folder / "continued")), "stock", folder)
+    saved = RESULTS.read_text() if chosen.save and RESULTS.exists() else ""
+    lines = {name: re.findall(rf"^\| {re.escape(name)} \|.*$", saved, re.MULTILINE) for name in cases}
+    rounds: dict[str, list[dict[str, Start]]] = {name: [] for name in names}
+    for turn in range(chosen.rounds):
+        for name in names:
+            order = [list(WAYS)[(turn + place) % len(WAYS)] for place in range(len(WAYS))]
+            rounds[name].append({way: measure(*cases[name], way, folder) for way in order})
+            lines[name] = [row(name, rounds[name]), became(name, rounds[name])]
+            print(lines[name][0], file=sys.stderr, flush=True)
+            page = _page([line for line in lines.values() if line], Run.latest(folder / "runs"))
+            if chosen.save:
+                RESULTS.write_text(page)
+    print(page)
+    if any("DIFFERENT" in lines[name][0] for name in names):
+        sys.exit("a trainer did not train the same in all starts")
+
+
+def _page(rows: Sequence[Sequence[str]], last: Run) -> str:
+    header = last.headers[min(last.headers)]
+    versions = ", ".join(f"{name} {version}" for name, version in (header.versions or {}).items())
+    lines = (
+        "# Real trainers, untouched, with `initopt.run`",
+        "",
+        f"`python -m benchmarks.bench_run --save`, {RANKS} ranks on one host of {header.cores} cores,",
+        f"{versions}.",
+        "Medians of the trainer as it is, then stock / recorded and stock / optimized: medians of rounds with their",
+        "range. No delay is emulated; the large packages that `easyrec` imports and does not use stand for others.",
+        "What each column is says [bench_run.py](../bench_run.py).",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
+        *(measured for measured, _ in rows),
+        "",
+        "What became of each optimization, on rank 0 of the last start:",
+        "",
+        "| trainer | applied | left as it is |",
+        "|---|---|---|",
+        *(said for _, said in rows),
     )
-    arguments = parser.parse_args()
-    root = run_root(arguments.root).resolve()
-    script = arguments.script or list(PLAIN)
-    measured = measure(script, ranks=arguments.ranks, runs=arguments.runs, warmup=arguments.warmup, root=root)
-    print(bench_view(measured).plain)
-    print("\n".join(lines(measured, root)))
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

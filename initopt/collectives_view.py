@@ -72,8 +72,6 @@ def verify_view(run: Run, *, width: int = 80) -> View:
         lines += [Text(), Text(f"{counted}.")]
     else:
         lines.append(Text(f"{len(line.meetings)} meetings, in one order on all ranks."))
-    if run.missing_ranks:
-        lines += wrap(f"Not compared, without a record: ranks {ranks_in_short(run.missing_ranks)}.", width, "yellow")
     lines += next_verbs(width, "collectives", "critical-chain")
     return View(tuple(lines), data, bool(problems))
 
@@ -223,6 +221,10 @@ def _problem_data(problem: Problem) -> dict[str, Any]:
 
 def _head(run: Run, width: int) -> list[Text]:
     lines = wrap(title(run), width, "bold")
-    for warning in (*labels(run), *run.warnings):
+    said = [*labels(run), *run.warnings]
+    if run.missing_ranks:
+        which = "ranks" if len(run.missing_ranks) > 1 else "rank"
+        said.append(f"no record of {which} {ranks_in_short(run.missing_ranks)}, so not compared")
+    for warning in said:
         lines += wrap(f"! {warning}", width, "yellow", rest=2)
     return [*lines, Text()]

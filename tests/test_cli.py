@@ -375,3 +375,40 @@ def test_a_launch_that_is_refused_is_one_line(
     monkeypatch.setattr(cli.launching, "launch", refuse)
     assert run("launch", "train.py") == 2
     assert capsys.readouterr().err == "initopt: `import odd` started 1 thread: use torchrun\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "ends", "words"),
+    [
+        ("a rank is missing", {0, 1}, "no record of rank 1"),
+        ("a rank is half-written", {0, 1}, "rank00001.jsonl line 9: half-written"),
+        ("a line is of another version", {2}, "`kind` is 'poem'"),
+        ("a header is of another version", {2}, "written by a newer initopt: format 99"),
+        ("nothing is there", {2}, "there is no run here"),
+    ],
+)
+def test_every_view_says_that_a_record_is_damaged(
+    damage: str, ends: set[int], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spans, graph, found = wasteful()
+    folder = write_run(tmp_path, spans, graph=graph, extra=found)
+    file = folder / "rank00001.jsonl"
+    text = file.read_text()
+    if damage == "a rank is missing":
+        file.unlink()
+    elif damage == "a rank is half-written":
+        file.write_text("".join(text.splitlines(keepends=True)[:9])[:-20])
+    elif damage == "a line is of another version":
+        file.write_text(text + '{"kind":"poem"}\n')
+    elif damage == "a header is of another version":
+        header, rest = text.split("\n", 1)
+        file.write_text("\n".join([json.dumps({**json.loads(header), "format": 99}), rest]))
+    else:
+        for one in folder.iterdir():
+            one.unlink()
+    for verb in ("summary", "blame", "critical-chain", "compile", "imports", "defer", "collectives", "verify", "ett"):
+        assert run(verb, str(folder)) in ends, verb
+        out, err = capsys.readouterr()
+        said = " ".join((out + err).split())
+        assert words in said, (verb, said)
+        assert err.startswith("initopt: ") and not out if ends == {2} else not err

@@ -65,10 +65,16 @@ class Config:
         return tuple(min(rows, self.rows) for rows in CRITEO_ROWS)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option per field of `Config`, with its default."""
+SIZES = ("rows", "dim", "batch_size", "steps", "seed")
+"""The fields that make sense to every trainer of this model."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+    """One option per field of `Config` (those of `names`, else all), with its default."""
     choices = {"sharding": SHARDINGS, "profile": emulation.PROFILES}
     for field in fields(Config):
+        if names and field.name not in names:
+            continue
         name = f"--{field.name.replace('_', '-')}"
         if field.name == "compile":
             parser.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default)
@@ -80,11 +86,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(arguments: argparse.Namespace) -> Config:
     """The configuration in the parsed options of `add_arguments`."""
-    return Config(**{field.name: getattr(arguments, field.name) for field in fields(Config)})
+    chosen = vars(arguments)
+    return Config(**{field.name: chosen[field.name] for field in fields(Config) if field.name in chosen})
 
 
 def make_model(config: Config, device: torch.device) -> DLRMTrain:
-    """The model with its tables on the meta device and the optimizer of the tables attached.
+    """`plain_model` with the optimizer of its tables attached."""
+    model = plain_model(config, device)
+    attach_optimizer(model)
+    return model
+
+
+def plain_model(config: Config, device: torch.device) -> DLRMTrain:
+    """The model with its tables on the meta device, and no optimizer yet.
 
     Draws the dense layers from the default generator. With `config.compile` the dense arch, the interaction and the
     over arch compile at their first call.
@@ -106,9 +120,13 @@ def make_model(config: Config, device: torch.device) -> DLRMTrain:
     if config.compile:
         for part in compiled_parts(dlrm):
             part.compile(dynamic=False)
-    model = DLRMTrain(dlrm)
+    return DLRMTrain(dlrm)
+
+
+def attach_optimizer(model: DLRMTrain) -> None:
+    """From here on every table steps in its own backward pass."""
+    tables = model.model.sparse_arch.embedding_bag_collection
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
-    return model
 
 
 def compiled_parts(dlrm: DLRM) -> tuple[nn.Module, ...]:

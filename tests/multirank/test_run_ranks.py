@@ -12,10 +12,9 @@ import pytest
 
 from initopt.chain import finished_ranks, outer_steps
 from initopt.runs import Run
-from tests.multirank.launch import REPOSITORY, JobOutput, launch
+from tests.multirank.launch import JobOutput, launch
 
 TRAINER = ("-m", "tests.multirank.plain_trainer")
-DLRM = (str(REPOSITORY / "benchmarks" / "trainers" / "dlrm_plain.py"), "--no-compile", "--steps", "3", "--rows", "200")
 LIMIT = 80.0
 
 
@@ -126,18 +125,3 @@ def test_a_start_up_that_fails_has_its_own_traceback_first_and_whole(tmp_path: P
 
 def _unnumbered(text: str) -> str:
     return re.sub(r"\d+\.\d+|pid[ =:]*\d+|0x[0-9a-f]+", "N", text)
-
-
-def test_a_pipeline_of_torchrec(tmp_path: Path) -> None:
-    stock = start(tmp_path, *DLRM, recorded=False).check()
-    job = start(tmp_path, *DLRM).check()
-    assert printed(job) == printed(stock)
-    run = Run.latest(tmp_path)
-    assert finished_ranks(run) == [0, 1]
-    for rank in (0, 1):
-        wanted = ["imports", "process_group", "model", "sharding_plan", "dmp", "loader", "first_step"]
-        assert in_order(wanted, steps(run, rank)), steps(run, rank)
-        spans = run.of_rank(rank)
-        assert [span.step for span in spans if span.name == "first_batch"] == ["first_step"]
-        assert {s.step for s in spans if s.op == "all_to_all_single"} <= {"first_step", ""}
-        assert {s.step for s in spans if s.op == "broadcast_object_list"} == {"sharding_plan", "dmp"}
