@@ -145,14 +145,16 @@ LAUNCHED = "initopt launch --nproc-per-node 1 --max-restarts 3 train.py"
 def starts(here: Here, command: str) -> None:
     """A start of train.py, which is the script of the first run's page, or of a package tzrec that has nothing else.
 
-    One rank, or two for what the first run's page has, and without arguments of the script.
+    One rank, or two for what the first run's page has, and without arguments of the script. A package without torchrun,
+    which hands its words on as those of a script. Python alone with a script that is nearly nothing.
     """
     wanted = command.replace(" -m MODULE", " -m tzrec.train_eval").replace(" SCRIPT", " train.py").replace(" ARGS", "")
     wanted = wanted.replace(" --lr 1", "").replace(" --standalone", "").replace("torchrun -m", "torchrun ... -m")
     ranks = 1 if re.search("-m tzrec|--optimize|initopt launch", wanted) else 2
     for given in ("...", "--nproc-per-node 8", "--nproc-per-node 2"):
         wanted = wanted.replace(given, f"--nproc-per-node {ranks}")
-    wanted = wanted.replace("python -u", "python")
+    wanted = wanted.replace("torchrun --nproc-per-node 1 -m initopt.run -m", "python -m initopt.run -m")
+    wanted = re.sub(r"^(python|python -u) train\.py$", r"\1 before.py", wanted)
     if wanted in ("initopt launch train.py", LAUNCHED.replace(" --max-restarts 3", "")):
         wanted = LAUNCHED
     root = here.run(wanted)
