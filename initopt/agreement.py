@@ -144,7 +144,9 @@ class Agreement:
         mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
         size = distributed.get_world_size(self.group)
         told = torch.empty(size * _SLOTS, dtype=torch.int64, device=self.device)
-        distributed.all_gather_into_tensor(told, mine.to(self.device), group=self.group)
+        # The old name still works in torch 2.13, with a warning.
+        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+        gather(told, mine.to(self.device), group=self.group)
         rows: list[list[int]] = told.view(size, _SLOTS).tolist()
         return rows
 
@@ -159,7 +161,7 @@ class Agreement:
 
 def digest(text: str | bytes) -> int:
     """The first 64 bits of the sha256 of `text`, as torch's integers hold them."""
-    data = text.encode() if isinstance(text, str) else text
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big", signed=True)
 
 

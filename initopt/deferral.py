@@ -156,7 +156,7 @@ def _objects(run: Run) -> list[tuple[Finding, Less]]:
             continue
         less: Less = {rank: {} for rank in finished_ranks(run)}
         if what == "group":
-            for rank, group in idle:
+            for rank, group in ((rank, group) for rank, group in idle if rank in less):
                 calls = (c for c in run.of_rank(rank) if c.group == group and c.op in _MAKES_GROUP)
                 less[rank][step] = less[rank].get(step, 0.0) + sum(c.end - c.start - c.wait for c in calls)
         elif all(alone for _, _, alone in made) and _may_go(run, step):

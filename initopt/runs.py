@@ -264,7 +264,7 @@ def _read(path: Path) -> _File:
     for number, line in enumerate(lines, 1):
         try:
             values = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise RecordError(path, f"this is no JSON: {error}", number) from None
         if not isinstance(values, dict):
             raise RecordError(path, "this is no JSON object", number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +25,18 @@ def held(say: Callable[[Any, int], None], strict: bool = False, before: Callable
         agreement = Agreement(distributed.group.WORLD, torch.device("cpu"), strict=strict)
         say(agreement, int(os.environ["RANK"]))
         try:
-            with counted(seen):
+            with counted(seen), warnings.catch_warnings():
+                warnings.simplefilter("error")
                 found = agreement.hold()
         except Disagreement as error:
             return str(error), dict(seen)
     return [str(one) for one in found.values()], dict(seen)
+
+
+def test_names_that_are_no_text_have_a_digest() -> None:
+    from initopt.agreement import digest
+
+    assert digest("t\udcff") != digest("t\udcfe")
 
 
 def equal(agreement: Any, rank: int) -> None:
@@ -39,7 +47,7 @@ def equal(agreement: Any, rank: int) -> None:
 
 
 def test_equal_ranks_meet_once() -> None:
-    assert fork_ranks(held, equal, ranks=3) == [([], {"all_gather_into_tensor": 1})] * 3
+    assert fork_ranks(held, equal, ranks=3) == [([], {"all_gather_single": 1})] * 3
 
 
 def numbers() -> list[tuple[int, ...]]:
@@ -84,7 +92,7 @@ def test_what_differs_is_told_with_ranks_and_values_and_its_fallback_runs_everyw
     for differs, seen in fork_ranks(held, other_value, ranks=4):
         assert differs[0] == "colour differs between ranks (ranks 0, 1, 3: blue; rank 2: red)"
         assert differs[1].startswith("name differs between ranks (rank 0: n0; rank 1: n1; ")
-        assert seen == {"all_gather_into_tensor": 1, "all_gather_object": 1}
+        assert seen == {"all_gather_single": 1, "all_gather_object": 1}
     for differs, _ in fork_ranks(held, other_value, True, ranks=4):
         assert differs.startswith("colour differs between ranks (ranks 0, 1, 3: blue; rank 2: red); name differs")
 
@@ -96,7 +104,7 @@ def quiet(agreement: Any, rank: int) -> None:
 def test_a_difference_that_is_no_mistake_costs_no_further_meeting() -> None:
     for (differs,), seen in fork_ranks(held, quiet):
         assert differs.startswith("seed differs between ranks (rank 0: digest ")
-        assert seen == {"all_gather_into_tensor": 1}
+        assert seen == {"all_gather_single": 1}
 
 
 def other_keys(agreement: Any, rank: int) -> None:

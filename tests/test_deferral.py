@@ -14,7 +14,7 @@ from initopt.imports import ImportLine
 from initopt.planned import saving
 from initopt.runs import RecordError
 from initopt.unused import Unused
-from tests.synthetic import serial_spans, write_run
+from tests.synthetic import serial_spans, wasteful, write_run
 
 STEPS = [
     Step("model", uses=("rng",)),
@@ -248,3 +248,10 @@ def test_a_run_without_a_first_batch_has_no_findings(tmp_path: Path) -> None:
     assert findings(run) == ()
     with pytest.raises(RecordError):
         saving(run, {0: {}})
+
+
+def test_a_rank_without_a_first_batch_has_nothing_to_save(tmp_path: Path) -> None:
+    spans, graph, found = wasteful()
+    spans[1] = [span for span in spans[1] if span.name != "first_step"]
+    run = Run.load(write_run(tmp_path, spans, graph=graph, extra=found))
+    assert "group" in {finding.kind for finding in findings(run)}

@@ -213,6 +213,7 @@ def test_a_file_without_a_header_leaves_its_rank_missing(tmp_path: Path) -> None
     [
         ("{", "this is no JSON"),
         ("[1]", "this is no JSON object"),
+        ("[" * 10_000, "this is no JSON: maximum recursion depth"),
         ('{"kind": "step", "name": "model", "end": 1.0}', "span: `start` is missing"),
         ('{"kind": "step", "name": "model", "start": "now", "end": 1.0}', "Expected `float`, got `str`"),
         ('{"kind": "group", "name": "1"}', "a group needs `name` and `ranks`"),

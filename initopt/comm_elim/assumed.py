@@ -119,7 +119,7 @@ class Dense:
         # Not yet filled: what they will hold is decided later, after other draws.
         there = {name: one for name, one in found.items() if not one.is_meta and type(one) is nn.Parameter}
         self._forms = [f"{name}: {_form(one)}" for name, one in found.items()]
-        self._shapes = [f"number {at} has {tuple(one.shape)}" for at, one in enumerate(found.values())]
+        self._shapes = [f"number {at} has {_shape(one)}" for at, one in enumerate(found.values())]
         if sum(one.nbytes for one in there.values()) > MOST:
             self._forms.append("too large to compare")
             return
@@ -155,9 +155,16 @@ def _is_inside(name: str, paths: set[str]) -> bool:
     return any(".".join(parts[:length]) in paths for length in range(len(parts)))
 
 
+def _shape(parameter: nn.Parameter) -> str:
+    # That of a lazy module, which the first batch decides.
+    return "a shape that is not known yet" if nn.parameter.is_lazy(parameter) else f"{tuple(parameter.shape)}"
+
+
 def _form(parameter: nn.Parameter) -> str:
+    if nn.parameter.is_lazy(parameter):
+        return _shape(parameter)
     place = "on the meta device" if parameter.is_meta else ""
-    return f"{tuple(parameter.shape)} {parameter.dtype} {parameter.stride()} {parameter.requires_grad} {place}"
+    return f"{_shape(parameter)} {parameter.dtype} {parameter.stride()} {parameter.requires_grad} {place}"
 
 
 def _values(parameter: nn.Parameter) -> str:

@@ -32,5 +32,5 @@ def due(model: nn.Module, plan: Any, sharders: Sequence[Any]) -> str:
             planned = plan.plan[path].get(config.name)
             if planned is None or planned.sharding_type not in _ALONE or getattr(config, "use_virtual_table", False):
                 return f"table {config.name!r}"
-    inside = tuple(f"{path}." for path in taken)
+    inside = tuple(f"{path}." if path else "" for path in taken)
     return next((name for name, _ in model.named_parameters() if not name.startswith(inside)), "")

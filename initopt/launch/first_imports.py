@@ -95,7 +95,8 @@ def import_first(
             found.changes.append(change)
         done.append(_Done(at, step, taken, change))
         imported = step.names if step.statement is None else imports([step.statement], sys.modules)
-        found.modules += [name for name in imported if not _standard(name)]
+        # Some of a `try` are not there.
+        found.modules += [name for name in imported if not _standard(name) and name in sys.modules]
     if not found.refused and found.failed < 0:
         _rehearse(done, first, space, found, preload)
     return found
@@ -184,7 +185,7 @@ class _Step:
         plain = [
             part for part in parts if part is not None and not any(isinstance(n, ast.Lambda) for n in ast.walk(part))
         ]
-        return tuple(eval(compile(ast.Expression(part), "<initopt launch>", "eval"), space) for part in plain)
+        return tuple(value for part in plain for value in _values(part, space))
 
     @property
     def needed(self) -> set[str]:
@@ -197,6 +198,16 @@ class _Step:
         if not isinstance(self.statement, ast.ImportFrom):
             return set()
         return {f"{self.statement.module}.{alias.name}" for alias in self.statement.names}
+
+
+def _values(part: ast.expr, space: dict[str, Any]) -> Iterator[Any]:
+    value = eval(compile(ast.Expression(part), "<initopt launch>", "eval"), space)
+    if isinstance(part, ast.Call) and not any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1]):
+        # Made anew each time, such as a TypeVar: equal is what it is made of.
+        for one in (part.func, *part.args, *(word.value for word in part.keywords)):
+            yield from _values(one, space)
+    else:
+        yield value
 
 
 def _named(wanted: Sequence[str], script: str, module: bool, space: dict[str, Any]) -> Iterator[_Step]:
@@ -271,6 +282,7 @@ def _of_file(file: str, space: dict[str, Any], found: Imported) -> Iterator[_Ste
     rest = [module for module in prefix.rest if not _standard(module)]
     early = [module for module in prefix.early if not _standard(module)]
     late = [module for module in rest if module not in early]
+    early = [module for module in early if _spec(module.partition(".")[0]) is not None]
     if rest:
         found.rest = (
             f"{name} runs line {prefix.stopped} before it imports {_few(rest)}, so each rank imports that itself."

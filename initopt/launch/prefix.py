@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ _DECORATORS = frozenset(
 )
 """Decorators that change the definition and nothing else."""
 
-_OF_A_PROPERTY = (".deleter", ".getter", ".setter")
+_OF_A_PROPERTY = ("deleter", "getter", "setter")
 
 _BASES = ("builtins", "numpy", "torch", "torchrec", "__main__")
 """Where classes come from, besides Python's own, that do nothing when another class is derived from them."""
@@ -141,7 +142,8 @@ def _meanings(statement: ast.AST) -> Iterator[tuple[str, str]]:
 def _meaning(value: ast.expr, names: Mapping[str, str]) -> str:
     """The absolute name of what an expression like `a.b` stands for, empty where that isn't known."""
     if isinstance(value, ast.Name):
-        return names.get(value.id, f"builtins.{value.id}")
+        # Any other name may be of a module of which all was imported.
+        return names.get(value.id, f"builtins.{value.id}" if hasattr(builtins, value.id) else "")
     if isinstance(value, ast.Attribute) and (place := _meaning(value.value, names)):
         return f"{place}.{value.attr}"
     return ""
@@ -181,13 +183,23 @@ def _plain_decorators(decorators: Sequence[ast.expr], names: Mapping[str, str]) 
     for decorator in decorators:
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
         meaning = _meaning(called, names).replace("typing_extensions.", "typing.")
-        if meaning not in _DECORATORS and not meaning.endswith(_OF_A_PROPERTY):
+        if meaning not in _DECORATORS and not _of_a_property(called, names):
             return False
         if isinstance(decorator, ast.Call) and not all(
             _plain(one, names) for one in (*decorator.args, *decorator.keywords)
         ):
             return False
     return True
+
+
+def _of_a_property(decorator: ast.expr, names: Mapping[str, str]) -> bool:
+    """Whether it is that of a property of the class: a name that the script does not have."""
+    return (
+        isinstance(decorator, ast.Attribute)
+        and decorator.attr in _OF_A_PROPERTY
+        and isinstance(decorator.value, ast.Name)
+        and decorator.value.id not in names
+    )
 
 
 def _plain_base(base: ast.expr, names: Mapping[str, str]) -> bool:

@@ -104,3 +104,12 @@ def test_versions_and_files_are_compared(tmp_path: Path, monkeypatch: pytest.Mon
     edited.write_text("# edited")
     monkeypatch.setattr(sys.modules[nn.ModuleDict.__module__], "__file__", str(edited))
     assert assumed.versions(model()) != text
+
+
+def test_a_parameter_of_a_lazy_module_has_no_shape_yet() -> None:
+    """It gets one with the first batch, after which a script calls `init_data_parallel` itself."""
+    made = nn.ModuleDict({"late": nn.LazyLinear(1), "over": nn.Linear(2, 1)})
+    dense = Dense(made, [])
+    assert dense.forms().startswith("late.weight: a shape that is not known yet\nlate.bias: ")
+    assert dense.shapes().startswith("number 0 has a shape that is not known yet\n")
+    assert not dense.covers(dict(made.named_parameters()))

@@ -78,7 +78,7 @@ def test_it_ends_where_something_else_runs(statement: str) -> None:
 DEFINITIONS = """
 from __future__ import annotations
 import enum, functools, torch
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 from torch.distributed.elastic.multiprocessing.errors import record
 class Kind(enum.Enum):
     A = enum.auto()
@@ -116,7 +116,9 @@ def test_definitions_that_do_nothing_else_are_walked_past() -> None:
         "class Place:\n    os.environ['PLACE'] = '1'",
         "class Place:\n    name = setup()",
         "class Place(mine.Base): pass",
+        "from mine import *\nclass Place(Base): pass",
         "class Place(metaclass=mine.Meta): pass",
+        "@mine.setter\ndef main(): pass",
         "class Place(torch.nn.Module, name=setup()): pass",
         "def main(place=setup()): pass",
         "def main(place: setup()): pass",

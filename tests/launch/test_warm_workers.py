@@ -335,6 +335,10 @@ sys.path.insert(0, "pk")
 os.environ["MINE"] = "of the script"
 ROOT = odd.ROOT
 print("begin")
+try:
+    import missing
+except ImportError:
+    pass
 import envmod
 print(envmod.MINE, envmod.PID == os.getppid(), sys.path.count("pk"))
 sys.path.insert(0, "pk2")
@@ -345,10 +349,15 @@ import latemod
 def test_what_definitions_do_is_done_before_later_imports(capfd: pytest.CaptureFixture[str]) -> None:
     write(
         """
-        import dataclasses, early, os
+        import dataclasses, early, os, typing
         @dataclasses.dataclass
         class Config:
             place: str = "here"
+        Kind = typing.TypeVar("Kind")
+        try:
+            import missing
+        except ImportError:
+            missing = None
         import shared
         def setting(function):
             os.environ["MODE"] = "of the decorator"
@@ -367,7 +376,9 @@ def test_what_definitions_do_is_done_before_later_imports(capfd: pytest.CaptureF
     with job("script.py") as ranks:
         ranks.rank()
         assert ranks.ended().out == "of the decorator of the class True True Config(place='here')\n"
-    assert "script.py runs line 11 before it imports asks" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "script.py runs line 16 before it imports asks" in said
+    assert "imported once, for all ranks: early, shared (" in said
 
 
 def test_what_is_suggested_to_preload_has_the_script_s_settings(
@@ -381,7 +392,7 @@ def test_what_is_suggested_to_preload_has_the_script_s_settings(
         ranks.rank()
         assert ranks.ended().out == "begin\nof the script False 1\n"
     said = capfd.readouterr().err
-    assert "--preload odd,envmod. Line 10 seems to set" in said
+    assert "--preload odd,envmod. Line 14 seems to set" in said
     assert "before it imports latemod" in said
     for preload in ("odd,envmod", "envmod"):
         with job("script.py", preload=preload) as ranks:

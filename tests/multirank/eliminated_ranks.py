@@ -553,7 +553,7 @@ def _add(found: Any, value: Any) -> None:
         found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         for key in value:
-            found.update(str(key).encode())
+            found.update(str(key).encode(errors="surrogatepass"))
             _add(found, value[key])
     elif isinstance(value, (list, tuple)):
         for one in value:

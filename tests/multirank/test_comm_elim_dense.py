@@ -88,7 +88,7 @@ def test_parameters_of_every_kind_are_as_in_torchrec() -> None:
     for change in KINDS:
         equal, left_out, meetings, _ = one[change.__name__]
         assert equal and other[change.__name__][0], change
-        assert left_out["ddp_sync"] == 2 and meetings == {"all_gather_into_tensor": 1, "broadcast": 1}, change
+        assert left_out["ddp_sync"] == 2 and meetings == {"all_gather_single": 1, "broadcast": 1}, change
         buffers, others = one[change.__name__][3], other[change.__name__][3]
         assert not set(buffers) & set(others), "each rank keeps its own buffers"
 
@@ -255,4 +255,21 @@ def test_where_torchrec_meets_once_at_most_it_is_left_alone() -> None:
     for once, never, strict in fork_ranks(hardly_met):
         assert once[0] == {"broadcast_object_list": 1} and never[0] == {}
         assert set(once[1].values()) == set(never[1].values()) == {"there is no more than one meeting"}
-        assert strict == ({"all_gather_into_tensor": 1}, {"ddp_sync": "there is no dense parameter"})
+        assert strict == ({"all_gather_single": 1}, {"ddp_sync": "there is no dense parameter"})
+
+
+def test_a_model_that_is_the_tables_has_no_dense_parameters() -> None:
+    """Its path is empty."""
+    from types import SimpleNamespace
+
+    import torch
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    from initopt.comm_elim.due import due
+
+    table = EmbeddingBagConfig(name="t0", feature_names=["f0"], embedding_dim=8, num_embeddings=4)
+    model = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+    for kind, first in (("table_wise", ""), ("data_parallel", "table 't0'")):
+        plan = SimpleNamespace(plan={"": {"t0": SimpleNamespace(sharding_type=kind)}})
+        assert due(model, plan, [EmbeddingBagCollectionSharder()]) == first

@@ -55,7 +55,7 @@ def test_the_plan_and_all_else_are_agreed_on_in_one_meeting() -> None:
         assert [state for state, *_ in mine] == [state for state, *_ in stock]
         for _, meetings, notes, said in mine:
             assert meetings.pop("broadcast", 0) == fused
-            assert meetings == {"all_gather_into_tensor": 1}
+            assert meetings == {"all_gather_single": 1}
             assert "meetings of ranks were left out (1 by validation_flag" in "".join(notes)
             assert said == []
         for _, meetings, _, _ in stock:
@@ -83,7 +83,7 @@ def test_what_a_step_writes_to_the_model_on_one_rank_reaches_the_others() -> Non
     assert [state for state, *_ in mine] == [state for state, *_ in stock]
     assert [state for state, *_ in fork_ranks(trained, "table_wise")] != [state for state, *_ in stock]
     for _, meetings, notes, _ in mine:
-        assert meetings == {"all_gather_into_tensor": 2, "_sync_module_states": 1}
+        assert meetings == {"all_gather_single": 2, "_sync_module_states": 1}
         assert any("values of dense parameters differs between ranks" in note for note in notes)
 
 
@@ -132,5 +132,5 @@ def test_a_rank_that_fails_in_the_constructor_is_named_on_all_ranks() -> None:
 
 def test_rewrites_are_chosen_by_name() -> None:
     for _, meetings, notes, _ in fork_ranks(trained, "table_wise", ["ddp_sync"]):
-        assert meetings == {"all_gather_into_tensor": 1, "broadcast_object_list": 1}
+        assert meetings == {"all_gather_single": 1, "broadcast_object_list": 1}
         assert notes[-1] == "2 meetings of ranks were left out (2 by ddp_sync)"
