@@ -9,7 +9,7 @@ READY := .venv/.ready
 CHROMIUM := @sparticuz/chromium@153.0.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench docs lint clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
@@ -31,6 +31,11 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.bench_run
 	$(BIN)/python -m benchmarks.bench_collectives
 	$(BIN)/python -m benchmarks.startup
+
+# Its generator tells at each start what comes after it; that is no news here.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'open build/docs/index.html'
 
 lint: $(READY)
 	$(BIN)/ruff check .

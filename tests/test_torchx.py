@@ -54,7 +54,7 @@ def test_the_job_is_that_of_ddp() -> None:
 def test_the_documented_command(tmp_path: Path) -> None:
     assert component.__doc__ is not None
     [command] = re.findall(r"^    (torchx run .*)$", component.__doc__, flags=re.MULTILINE)
-    assert command in (ROOT / "README.md").read_text()
+    assert command in (ROOT / "docs" / "recipes" / "torchx.md").read_text()
     program(tmp_path, "python", f'exec {sys.executable} "$@"')
     program(tmp_path, "torchx", f'exec {sys.executable} -c "import torchx.cli.main as cli; cli.main()" "$@"')
     done = subprocess.run(
