@@ -21,6 +21,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from initopt import bench as measuring
 from initopt import cache_view, collectives_view, picture, plan_view, report, trace
@@ -32,19 +33,21 @@ from initopt.html_report.page import named_html, page
 from initopt.launch import agent as launching
 from initopt.launch.warm_workers import LaunchError
 from initopt.record import run_numbers, run_root
-from initopt.runs import RecordError, Run
+from initopt.runs import NO_RUN, RecordError, Run
 
 HOME = "summary"
 """The verb that is meant by a call without one."""
 
 DAY = 86_400.0
 
+_HELP = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP,
 )
 
 RunName = Annotated[str | None, typer.Argument(metavar="RUN", help="Number or path; default: the latest.")]
@@ -61,6 +64,11 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     without_verb = verbs.isdisjoint(known) and first not in ("-h", "--help", "--version")
     if without_verb and (first[:1] in ("", "-") or _names_run(first)):
         known.insert(0, HOME)
+    if first == "report" and "--html" in known:
+        after = known.index("--html") + 1
+        if not known[after:] or known[after].startswith("-"):
+            # typer would print its usage, or take the next option for the name.
+            known.insert(after, "")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal that can't show a bar still gets the figures.
@@ -99,7 +107,14 @@ def _options(
     """Where the start-up of a training job spends its time, and what would make it shorter."""
 
 
-@app.command(HOME, hidden=True)
+class _Hidden(TyperCommand):
+    """A command that is called `initopt` in what is said of its usage, as that is what was typed."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return super().make_context("initopt", args, None, **extra)
+
+
+@app.command(HOME, hidden=True, cls=_Hidden, context_settings=_HELP)
 def summary(run: RunName = None, root: Root = None, as_json: AsJson = False) -> None:
     """When the first batch was done and what the time went into: work, wait, queue."""
     _show(report.summary(_run(run, root), width=_width()), as_json)
@@ -225,7 +240,7 @@ def report_(
 
     The exit code is 1 where no rank reached its first batch: the page says where each stopped.
     """
-    if html is None and not as_json:
+    if html == Path() or (html is None and not as_json):
         raise ValueError("say where to: `initopt report --html run.html`")
     target = None if html is None else named_html(html)
     found = document(_run(run, root))
@@ -442,8 +457,8 @@ def _run(name: str | None, root: Path | None) -> Run:
     path = place / f"{int(name):04}"
     if not path.is_dir():
         numbers = run_numbers(place)
-        there = f"it has {numbers[0]:04} to {numbers[-1]:04}" if numbers else "it has none"
-        raise RecordError(place, f"there is no run {name} here; {there}")
+        there = f"there is no run {name} here; it has {numbers[0]:04} to {numbers[-1]:04}" if numbers else NO_RUN
+        raise RecordError(place, there)
     return Run.load(path)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from initopt.chain import finished_ranks
 from initopt.comm_elim.findings import Finding
+from initopt.comm_elim.left_out import LeftOut, left_out
 from initopt.comm_elim.passes import Found, find
 from initopt.comm_elim.program import group_of
 from initopt.comm_elim.timeline import Met, Problem, timeline
 from initopt.rank_numbers import ranks_in_short
 from initopt.report import View, about, labels, seconds, title
-from initopt.terminal_lines import LONGEST, QUIET, next_verbs, wrap
+from initopt.terminal_lines import LONGEST, QUIET, count, next_verbs, wrap
 
 if TYPE_CHECKING:
     from initopt.runs import Run
@@ -29,25 +32,37 @@ _LEFT = 28
 def collectives_view(run: Run, *, why: str | None = None, everything: bool = False, width: int = 80) -> View:
     """Every collective before the first training step with its verdict; of the one named `why` the proof.
 
+    Those that were left out, and so are in no record, are named as well.
     It is a finding where something can be left out, or the ranks differ. Raises ValueError for an unknown name.
     """
-    found = find(run)
+    found, gone = find(run), left_out(run)
     data = {
         **about(run),
-        "findings": [_data(finding) for finding in found.findings],
+        "findings": [_data(finding, found.rank) for finding in found.findings],
         "saving": found.saving,
         "problems": [_problem_data(problem) for problem in found.problems],
+        "left_out": [asdict(one) for one in gone],
     }
+    where = "the median rank" if finished_ranks(run) else f"rank {found.rank}"
     wrong = bool(found.problems) or any(finding.verdict != "keep" for finding in found.findings)
     if why is not None:
-        finding = _chosen(found, why)
-        lines = [*_head(run, width), *_why(finding, width), *next_verbs(width, "collectives", "verify")]
-        return View(tuple(lines), {**data, "why": _data(finding)}, finding.verdict != "keep")
-    lines = [*_head(run, width), *_sum(found, width)]
+        absent = [one for one in gone if one.name == why]
+        if absent and why not in {finding.name for finding in found.findings}:
+            lines = [*_head(run, width), *_why_left_out(absent, width), *next_verbs(width, "collectives", "verify")]
+            return View(tuple(lines), {**data, "why": asdict(absent[0])})
+        finding = _chosen(found, why, gone)
+        lines = [
+            *_head(run, width),
+            *_why(finding, found.rank, where, width),
+            *next_verbs(width, "collectives", "verify"),
+        ]
+        return View(tuple(lines), {**data, "why": _data(finding, found.rank)}, finding.verdict != "keep")
+    lines = [*_head(run, width), *_sum(found, where, width)]
     for problem in found.problems:
         lines += wrap(f"! {problem.text}: nothing can be proven (initopt verify)", width, "yellow", rest=2)
     if found.findings:
-        lines += [*_rows(found.findings, everything, width), Text(), *_together(found, width)]
+        lines += [*_rows(found, everything, width), Text(), *_together(found, width)]
+    lines += _left_out(gone, width)
     more = [f"collectives --why {found.findings[0].name}"] if found.findings else []
     lines += next_verbs(width, *more, "verify")
     return View(tuple(lines), data, wrong)
@@ -56,8 +71,14 @@ def collectives_view(run: Run, *, why: str | None = None, everything: bool = Fal
 def verify_view(run: Run, *, width: int = 80) -> View:
     """Whether all ranks met in one order, and if not who met what at the first place where they differ."""
     line = timeline(run, training=True)
-    problems = line.problems
-    data = {**about(run), "meetings": len(line.meetings), "problems": [_problem_data(problem) for problem in problems]}
+    problems, meetings = line.problems, len(line.meetings)
+    before = min(meetings, len(timeline(run).meetings))
+    data = {
+        **about(run),
+        "meetings": meetings,
+        "before_training": before,
+        "problems": [_problem_data(problem) for problem in problems],
+    }
     lines = _head(run, width)
     for problem in problems:
         lines += wrap(f"{problem.text}:", width, LONGEST)
@@ -68,28 +89,30 @@ def verify_view(run: Run, *, width: int = 80) -> View:
             where = f" at {party.call_site}" if party.call_site else ""
             lines += wrap(f"{name:<{room}}  {party.what}{number}{where}", width, first=2, rest=room + 4)
     if problems:
-        counted = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines += [Text(), Text(f"{counted}.")]
+        lines += [Text(), Text(f"{count(len(problems), 'problem')}.")]
+    elif not meetings:
+        lines.append(Text("No meeting of ranks was recorded."))
     else:
-        lines.append(Text(f"{len(line.meetings)} meetings, in one order on all ranks."))
-    lines += next_verbs(width, "collectives", "critical-chain")
+        among = f", {before} of them before the first training step" if before < meetings else ""
+        lines += wrap(f"{count(meetings, 'meeting')}{among}, in one order on all ranks.", width)
+    lines += next_verbs(width, "collectives", "critical-chain" if finished_ranks(run) else "blame")
     return View(tuple(lines), data, bool(problems))
 
 
-def _sum(found: Found, width: int) -> list[Text]:
+def _sum(found: Found, where: str, width: int) -> list[Text]:
     meetings = {id(met): met for finding in found.findings for met in finding.meetings}
     if not meetings:
-        return [Text("No collective was recorded before the first batch.")]
+        return [Text("No meeting was recorded before the first training step.")]
     whole = Finding("", "keep", tuple(meetings.values()))
-    took, wait = seconds(whole.took), seconds(whole.wait)
-    many = f"{len(meetings)} {'collective' if len(meetings) == 1 else 'collectives'}"
-    said = wrap(f"{many} before the first batch: {took} on the median rank, {wait} of it waiting.", width)
-    return [*said, Text()]
+    took, wait = seconds(whole.took(found.rank)), seconds(whole.wait(found.rank))
+    many = f"{count(len(meetings), 'meeting')} before the first training step"
+    return [*wrap(f"{many}: {took} on {where}, {wait} of it waiting.", width), Text()]
 
 
-def _rows(findings: Sequence[Finding], everything: bool, width: int) -> list[Text]:
+def _rows(found: Found, everything: bool, width: int) -> list[Text]:
+    findings, rank = found.findings, found.rank
     stay = [finding for finding in findings if finding.verdict == "keep"]
-    hidden = () if everything or len(stay) <= _KEPT + 1 else sorted(stay, key=lambda one: -one.took)[_KEPT:]
+    hidden = () if everything or len(stay) <= _KEPT + 1 else sorted(stay, key=lambda one: -one.took(rank))[_KEPT:]
     shown = [finding for finding in findings if finding not in hidden]
     names = max(10, *(len(finding.name) for finding in shown))
     groups = max(5, *(len(_group(finding)) for finding in shown))
@@ -100,8 +123,9 @@ def _rows(findings: Sequence[Finding], everything: bool, width: int) -> list[Tex
     ]
     for finding in shown:
         saves = f"~{seconds(finding.saving)}" if finding.saving >= 0.0005 else "·"
-        wait = seconds(finding.wait) if finding.wait >= 0.0005 else "·"
-        figures = f"{saves:>8}{seconds(finding.took):>8}{wait:>8}{len(finding.meetings):>3}   "
+        wait = finding.wait(rank)
+        waited = seconds(wait) if wait >= 0.0005 else "·"
+        figures = f"{saves:>8}{seconds(finding.took(rank)):>8}{waited:>8}{len(finding.meetings):>3}   "
         style = "" if finding.verdict == "keep" else "bold"
         line = Text.assemble(figures, (f"{finding.name:<{names}}", style), f"  {_group(finding):<{groups}}  ")
         line.append(finding.verdict, style=style)
@@ -117,11 +141,26 @@ def _rows(findings: Sequence[Finding], everything: bool, width: int) -> list[Tex
 def _together(found: Found, width: int) -> list[Text]:
     if all(finding.verdict == "keep" for finding in found.findings):
         return wrap("All of them stay.", width)
-    said = f"~{seconds(found.saving)} saved together."
-    said += " 'saves' is re-simulated, not 'took': a removed wait turns up at the next meeting"
+    said = f"~{seconds(found.saving)} saved by all of them together, 'saves' by one alone, both re-simulated. "
+    said += "A wait that goes away turns up at the next meeting, and is saved only where that one goes, too: so the "
+    said += "rows do not add up."
     if any(finding.agreed for finding in found.findings):
-        said += ", and of all that is only assumed one meeting stays as the check (the Agreement)"
-    return wrap(said + ".", width)
+        said += " Where ranks first have to see that they hold the same, one meeting is kept for that and not counted "
+        said += "as saved: one for a row, one for all together."
+    return wrap(said, width)
+
+
+def _left_out(gone: Sequence[LeftOut], width: int) -> list[Text]:
+    if not gone:
+        return []
+    whole = sum(one.count for one in gone)
+    were = f"{count(whole, 'meeting')} more {'was' if whole == 1 else 'were'} left out:"
+    lines = [Text(), Text(were, style=QUIET)]
+    indent = min(_LEFT, width // 3)
+    for one in gone:
+        lines.append(Text(f"{one.count:>27}   {one.name}{f'  {one.place}' if one.place else ''}"))
+        lines += wrap(f"└ {one.reason}", width, first=indent, rest=indent + 2)
+    return [*lines, Text()]
 
 
 def _group(finding: Finding) -> str:
@@ -135,11 +174,11 @@ def _sites(finding: Finding) -> str:
     return ", ".join(sites[:2]) + more
 
 
-def _why(finding: Finding, width: int) -> list[Text]:
-    count = f"{len(finding.meetings)} {'meeting' if len(finding.meetings) == 1 else 'meetings'}"
-    took = f"{count}, {seconds(finding.took)} on the median rank, {seconds(finding.wait)} of it waiting"
+def _why(finding: Finding, rank: int, where: str, width: int) -> list[Text]:
+    many = count(len(finding.meetings), "meeting")
+    took, wait = seconds(finding.took(rank)), seconds(finding.wait(rank))
     lines = [*wrap(f"{finding.name}  {finding.verdict}: {finding.reason}", width, "bold", rest=2)]
-    lines += [*wrap(took, width), Text()]
+    lines += [*wrap(f"{many}, {took} on {where}, {wait} of it waiting", width), Text()]
     for number, sentence in enumerate(finding.proof, 1):
         lines += wrap(f"{number}. {sentence}", width, rest=3)
     lines.append(Text())
@@ -153,6 +192,16 @@ def _why(finding: Finding, width: int) -> list[Text]:
     for met in _different(finding.meetings)[:_CALLS]:
         lines += _met_lines(met, width)
     return lines
+
+
+def _why_left_out(gone: Sequence[LeftOut], width: int) -> list[Text]:
+    one, whole = gone[0], sum(one.count for one in gone)
+    were = f"{count(whole, 'meeting')} {'was' if whole == 1 else 'were'} left out"
+    at = ", ".join(dict.fromkeys(one.place for one in gone if one.place))
+    lines = wrap(f"{one.name}  left out: {one.reason}", width, "bold", rest=2)
+    lines += wrap(f"{were}{f' at {at}' if at else ''}, so the record has nothing to prove it from.", width)
+    back = f"Before that the ranks had compared what it assumes. INITOPT_DISABLE={one.name} brings the meetings back."
+    return [*lines, Text(), *wrap(back, width), Text()]
 
 
 def _different(meetings: Iterable[Met]) -> list[Met]:
@@ -171,22 +220,23 @@ def _met_lines(met: Met, width: int) -> list[Text]:
     return lines
 
 
-def _chosen(found: Found, name: str) -> Finding:
+def _chosen(found: Found, name: str, gone: Sequence[LeftOut]) -> Finding:
     for finding in found.findings:
         if finding.name == name or name in finding.call_sites:
             return finding
-    names = ", ".join(finding.name for finding in found.findings) or "none"
+    known = [*(finding.name for finding in found.findings), *(one.name for one in gone)]
+    names = ", ".join(dict.fromkeys(known)) or "none"
     raise ValueError(f"--why {name!r}: no collective has that name; there are {names}")
 
 
-def _data(finding: Finding) -> dict[str, Any]:
+def _data(finding: Finding, rank: int) -> dict[str, Any]:
     return {
         "name": finding.name,
         "verdict": finding.verdict,
         "count": len(finding.meetings),
         "saving": finding.saving,
-        "took": finding.took,
-        "wait": finding.wait,
+        "took": finding.took(rank),
+        "wait": finding.wait(rank),
         "group": _group(finding),
         "reason": finding.reason,
         "proof": list(finding.proof),
@@ -225,6 +275,11 @@ def _head(run: Run, width: int) -> list[Text]:
     if run.missing_ranks:
         which = "ranks" if len(run.missing_ranks) > 1 else "rank"
         said.append(f"no record of {which} {ranks_in_short(run.missing_ranks)}, so not compared")
+    behind = sorted(run.headers.keys() - set(finished_ranks(run)))
+    if behind:
+        which = f"{'rank' if len(behind) == 1 else 'ranks'} {ranks_in_short(behind)}"
+        who = f"{which} did not reach the" if len(behind) < len(run.headers) else "no rank reached its"
+        said.append(f"{who} {run.goal}: this is about what was recorded until then")
     for warning in said:
         lines += wrap(f"! {warning}", width, "yellow", rest=2)
     return [*lines, Text()]

@@ -140,6 +140,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         saves = f": ~{seconds(max(0.0, together(run)))} sooner without" if any(f.saves for f in found) else ""
         lines += wrap(f"The first batch did not need {count(len(found), 'thing')} before it{saves} (defer)", width)
     if run.optimized:
+        lines += [Text()] if lines[-1].plain else []
         lines += _optimized(run, data, width)
     lines.append(Text(f"Recording itself cost {seconds(run.own_cost)} of CPU time", style=QUIET))
     more = [*(["compile"] if data["compile"] is not None else []), *(["imports"] if run.imported else [])]
@@ -621,7 +622,7 @@ def ett_view(
 
 
 def _named(run: Run) -> str:
-    return f"{run.headers[min(run.headers)].mode}, run {run.number:04d}"
+    return f"{run.headers[min(run.headers)].mode}, run {run.name}"
 
 
 def bench_view(
@@ -719,7 +720,7 @@ def title(run: Run) -> str:
         header.job,
         header.mode,
         f"{ranks} on {hosts} {'host' if hosts == 1 else 'hosts'}",
-        f"run {run.number:04d}",
+        f"run {run.name}",
         _moment(began),
         header.commit[:7],
     ]
@@ -769,22 +770,32 @@ def _warned(warnings: Iterable[str], width: int) -> list[Text]:
     return [line for warning in warnings for line in wrap(f"! {warning}", width, "yellow", rest=2)]
 
 
+def optimized(run: Run) -> list[dict[str, Any]]:
+    """What `initopt.run --optimize` did, then what it left alone and why; what several ranks say once.
+
+    `ranks` are those that said it, in short, empty where all did.
+    """
+    said: dict[tuple[bool, str, str, str], set[int]] = {}
+    for one in sorted(run.optimized, key=lambda one: not one.applied):
+        said.setdefault((one.applied, one.name, one.text, one.place), set()).add(one.rank)
+    return [
+        {"applied": applied, "name": name, "text": text, "place": place}
+        | {"ranks": "" if len(ranks) == len(run.headers) else ranks_in_short(sorted(ranks))}
+        for (applied, name, text, place), ranks in said.items()
+    ]
+
+
 def _optimized(run: Run, data: dict[str, Any], width: int) -> list[Text]:
-    """What `initopt.run --optimize` did, what it left alone and why, and what the script could do itself."""
-    done = [one for one in run.optimized if one.applied]
-    left = [one for one in run.optimized if not one.applied]
+    """What was optimized and what was not, and what the script could do itself."""
     could = advice(run)
     data["optimized"] = [asdict(one) for one in run.optimized]
     data["advice"] = [asdict(one) for one in could]
-    lines = [Text()]
-    for title, found in (("Optimized", done), ("As it was", left)):
-        said: dict[tuple[str, str, str], list[int]] = {}
-        for one in found:
-            said.setdefault((one.name, one.text, one.place), []).append(one.rank)
-        for (name, text, place), ranks in said.items():
-            at = f" ({place})" if place else ""
-            which = "" if len(set(ranks)) == len(run.headers) else f", rank {ranks_in_short(sorted(set(ranks)))}"
-            lines += wrap(f"{title:<9}  {name}: {text}{at}{which}", width, rest=11)
+    lines = []
+    for one in optimized(run):
+        at = f" ({one['place']})" if one["place"] else ""
+        which = f", rank {one['ranks']}" if one["ranks"] else ""
+        title = "Optimized" if one["applied"] else "As it was"
+        lines += wrap(f"{title:<9}  {one['name']}: {one['text']}{at}{which}", width, rest=11)
     for tip in could:
         saves = "·" if tip.saves is None else f"~{seconds(tip.saves)}"
         lines += wrap(f"{'Advice':<9}  {tip.place or 'the script'}: {saves}  {tip.text}", width, rest=11)
@@ -806,7 +817,7 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
     data["stopped"] = at
     lines += _notes(run, width)
     if run.optimized:
-        lines += _optimized(run, data, width)
+        lines += [Text(), *_optimized(run, data, width)]
     lines += next_verbs(width, "blame")
     return View(tuple(lines), data, finding=True)
 

@@ -59,6 +59,12 @@ _LEFT_TOGETHER = frozenset(
 )
 """The meetings that no rank leaves before the last one came, and that end on all of them at nearly the same moment."""
 
+NO_RUN = (
+    "no run has been recorded here: `torchrun ... -m initopt.run train.py` records one, or "
+    "`with initopt.Recorder(...)` in the script"
+)
+"""What to do where there is nothing to read."""
+
 Meeting = tuple[str, int]
 _Record = TypeVar(
     "_Record",
@@ -159,7 +165,12 @@ class Run:
             path = root / f"{number:04}"
             if next(path.glob("rank*.jsonl"), None) is not None:
                 return cls.load(path)
-        raise RecordError(root, "no run has been recorded here (`with initopt.Recorder(...)` records one)")
+        raise RecordError(root, NO_RUN)
+
+    @property
+    def name(self) -> str:
+        """Its number in four digits, or that of its folder where this was copied and called otherwise."""
+        return f"{self.number:04}" if self.number else self.path.resolve().name
 
     @property
     def own_cost(self) -> float:

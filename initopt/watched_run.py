@@ -383,7 +383,7 @@ class WatchedRun:
         text = sentence(run, 0)
         if self.until:
             text = text.replace(run.goal, self.until, 1)
-        _say(f"{text} (own cost {seconds(run.own_cost)})")
+        _say(f"{text} (rank 0, own cost {seconds(run.own_cost)})")
         _say(f"{_short(recorder.path)}   next: initopt blame")
 
     def _say_no_first_batch(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -169,13 +171,36 @@ def test_what_can_not_be_done_says_why(
     assert out == ""
 
 
-@pytest.mark.parametrize("words", [[], ["blame"], ["plot"], ["draw"], ["ett"], ["critical-chain"], ["compile"]])
+@pytest.mark.parametrize("words", [["--bogus"], ["7", "--bogus"], ["summary", "--bogus"]])
+def test_the_usage_names_no_hidden_command(words: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 2
+    assert capsys.readouterr().err.splitlines()[:2] == ["Usage: initopt [OPTIONS] [RUN]", "Try 'initopt -h' for help."]
+
+
+def test_a_run_that_was_copied_has_the_name_of_its_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(root / "0007", root / "before the change")
+    assert run(str(root / "before the change")) == 0
+    assert " · run before the change · " in capsys.readouterr().out.splitlines()[0]
+
+
+def test_python_m_initopt_is_the_command(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["initopt", "7"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("initopt", run_name="__main__")
+    assert ended.value.code == 0
+    assert "run 0007" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["7"], ["blame"], ["plot"], ["draw"], ["ett"], ["critical-chain"], ["compile"]])
 def test_without_runs_it_says_how_to_record_one(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(*words) == 2
-    assert "no run has been recorded here (`with initopt.Recorder(...)` records one)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no run has been recorded here: `torchrun ... -m initopt.run train.py` records one" in said
 
 
 def test_a_start_up_that_stopped_is_a_finding(

@@ -21,7 +21,7 @@ from initopt.graph import Graph, Step
 from initopt.html_report import document as documents
 from initopt.html_report.document import DRAWN_STEPS, document
 from initopt.html_report.page import page
-from initopt.record import Begun, Span
+from initopt.record import Advised, Begun, Optimized, Span
 from initopt.runs import Run
 from tests.synthetic import compiled_spans, overlapped_spans, serial_spans, wasteful, write_run
 
@@ -195,7 +195,9 @@ def test_half_of_a_record_is_said(root: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("report",), "initopt report --html run.html"),
+        (("report",), "initopt: say where to: `initopt report --html run.html`\n"),
+        (("report", "--html"), "initopt: say where to: `initopt report --html run.html`\n"),
+        (("report", "--html", "--json"), "initopt: say where to: `initopt report --html run.html`\n"),
         (("report", "--html", "7"), "the report is a page"),
         (("report", "--html", "nowhere/run.html"), "nowhere/run.html can't be written"),
         (("report", "8", "--html", "run.html"), "there is no run 8 here"),
@@ -294,6 +296,44 @@ def test_every_part_is_on_the_page_in_light_and_dark(wasting: Run, shown: Open) 
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         tab.emulate_media(media="print")
         assert brightness(tab) > 600
+
+
+def test_what_was_optimized_and_whose_name_stands_where(tmp_path: Path, shown: Open) -> None:
+    spans = []
+    for rank, (joined, late) in enumerate(((9.78, 9.78), (10.9, 10.9))):
+        met = Span("all_reduce", late, 11.0, rank, "main", "collective", "process_group")
+        met = replace(met, op="all_reduce", group="world", sequence=0)
+        nested = [
+            Span(f"import {name}", at, at + 4.0, rank, "main", "import", "imports") for name, at in (("a", 1), ("b", 5))
+        ]
+        first = [Span("imports", 0.0, 9.72, rank, "main", "import"), *nested, Span("until a.py:88", 9.72, joined, rank)]
+        first += [Span("process_group", late, 11.0, rank), met, Span("model", 11.0, 12.0, rank)]
+        spans.append([*first, Span("first_step", 12.0, 15.0, rank)])
+    place = "trainers/of_a_long_name/a_trainer.py:1088"
+    said = [
+        Optimized("eliminate", True, "1 meeting of ranks was left out (1 by plan)", "a.py:62", rank) for rank in (0, 1)
+    ]
+    said += [Optimized("compile", False, "nothing was compiled", rank=1)]
+    tips = [Advised("call iter() of this loader where it is made", place, {"model": 0.5}, rank) for rank in (0, 1)]
+    run = Run.load(write_run(tmp_path, spans, graph=None, extra=[*said, *tips]))
+    tab = shown(run)
+    told = tab.locator("#optimized").inner_text()
+    for text in ("Optimized", "As it was", "(1 by plan)", "nothing was compiled", "rank 1", "~500ms", "call iter()"):
+        assert text in told
+    heights = tab.evaluate("[...document.querySelectorAll('.place')].map((one) => one.getClientRects().length)")
+    assert heights and set(heights) == {1}
+    assert "Left out: 1 meeting by plan" in tab.locator("#collectives").inner_text()
+    names = tab.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('#chart .bar')].map((bar) => [bar.dataset.step, "
+        "['rect', 'text'].map((what) => bar.querySelector(what)?.getBoundingClientRect().toJSON() ?? null)]))"
+    )
+    bar, name = names["process_group"]
+    assert name is not None and abs(name["left"] - bar["left"]) < 4
+    # A name over the wait beside it would be taken for that wait's.
+    assert names["until a.py:88"][1] is None
+    # What ran inside is drawn over it, so its name stands before that or above.
+    inside, name = names["import a"][0], names["imports"][1]
+    assert name["right"] < inside["left"] or name["bottom"] < inside["top"]
 
 
 def test_a_step_is_chosen_by_pointer_and_by_keys(wasting: Run, shown: Open) -> None:

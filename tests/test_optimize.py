@@ -7,6 +7,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,10 @@ def test_the_summary_says_what_was_done_and_what_was_not(tmp_path: Path) -> None
     assert "Optimized  plan: every rank made the sharding plan (train.py:12)" in shown.plain
     assert "As it was  eliminate: Mine is not TorchRec's own (train.py:20)" in shown.plain
     assert shown.data["optimized"][0]["name"] == "plan"
+    # One blank line before it, whether something precedes it or not.
+    assert "\n\n\n" not in shown.plain
+    bare = report.summary(replace(run, graph=None, usages={}), width=100).plain
+    assert "\n\nOptimized" in bare and "\n\n\n" not in bare
     tips = [one for one in advice(run) if one.place == "train.py:30"]
     assert [one.saves for one in tips] == [pytest.approx(1.0)]
     assert f"train.py:30: ~{report.seconds(tips[0].saves or 0.0)}" in shown.plain

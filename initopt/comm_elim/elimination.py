@@ -22,6 +22,7 @@ from initopt.comm_elim import assumed, default_plan, dp_tables, ec_metadata, gro
 from initopt.comm_elim import ddp_sync as ddp
 from initopt.comm_elim.assumed import Dense
 from initopt.comm_elim.due import due
+from initopt.comm_elim.left_out import told
 from initopt.optimizations import NAMES
 from initopt.replaced import on_this_thread
 
@@ -121,8 +122,7 @@ class Elimination:
 
     def summary(self) -> str:
         """Return in a sentence what was left out; empty if nothing was."""
-        parts = [f"{count} by {name}" for name, count in self.left_out.items()]
-        return f"{sum(self.left_out.values())} meetings of ranks were left out ({', '.join(parts)})" if parts else ""
+        return told(self.left_out)
 
     def _init(
         self,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from statistics import median_low
 from typing import Literal
 
 from initopt.comm_elim.timeline import Met
@@ -43,27 +42,21 @@ class Finding:
     about: tuple[Span, ...] = ()
     saving: float = field(default=0.0, compare=False)
 
-    @property
-    def took(self) -> float:
-        """Seconds that the meetings took together on the median rank, waits included."""
-        return self._on_median_rank(waits=False)
+    def took(self, rank: int) -> float:
+        """Seconds that the meetings took together on a rank, waits included. 0.0 on one that was in none."""
+        return sum(span.end - span.start for span in self._spans() if span.rank == rank)
 
-    @property
-    def wait(self) -> float:
-        """Seconds of `took` that were spent for slower ranks, on the median rank."""
-        return self._on_median_rank(waits=True)
+    def wait(self, rank: int) -> float:
+        """Seconds of `took` that were spent for slower ranks."""
+        return sum(span.wait for span in self._spans() if span.rank == rank)
 
     @property
     def call_sites(self) -> tuple[str, ...]:
         """Where the meetings were called from, as `file:line`, each once."""
         return tuple(dict.fromkeys(met.site for met in self.meetings if met.site))
 
-    def _on_median_rank(self, *, waits: bool) -> float:
-        spent: dict[int, float] = {}
-        for span in self.about or calls_in(self.meetings):
-            took = span.wait if waits else span.end - span.start
-            spent[span.rank] = spent.get(span.rank, 0.0) + took
-        return median_low(spent.values()) if spent else 0.0
+    def _spans(self) -> tuple[Span, ...]:
+        return self.about or calls_in(self.meetings)
 
 
 def kept(name: str, meetings: Iterable[Met], reason: str, *proof: str) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from initopt.comm_elim.findings import Finding, at, calls_in, kept
+from initopt.comm_elim.left_out import WHY
 from initopt.comm_elim.program import Program, failed
 from initopt.comm_elim.timeline import Met
 from initopt.payload import SAMPLED
@@ -12,19 +13,19 @@ from initopt.payload import SAMPLED
 _FROM_PLAN = {
     "ec_metadata": (
         "ec_metadata",
-        "stands in the sharding plan, which every rank has",
+        WHY["ec_metadata"],
         "Each rank sends where its shards of one table are (offsets, sizes, rank). TorchRec took that from the plan: "
         "the offsets and sizes of all ranks' shards are in it.",
     ),
     "mc_sizes": (
         "mc_metadata",
-        "follows from the sharding plan, which every rank has",
+        WHY["mc_metadata"],
         "Each rank sends how many ids its part of a managed collision table has: the length of its range of output "
         "ids, and all ranges follow from the plan's shards.",
     ),
     "mc_metadata": (
         "mc_metadata",
-        "follows from the sharding plan, which every rank has",
+        WHY["mc_metadata"],
         "Each rank sends where its part of a managed collision buffer is: the same ranges of output ids, which follow "
         "from the plan's shards.",
     ),
@@ -75,7 +76,7 @@ def _flag(program: Program) -> Iterable[Finding]:
         "With validation_flag each rank reads its own environment, and the Agreement shows that it is the same on all. "
         "Where it is not, the flag is sent as ever.",
     )
-    yield _found("validation_flag", meetings, "one environment variable, which every rank has", proof)
+    yield _found("validation_flag", meetings, WHY["validation_flag"], proof)
 
 
 def _plan(program: Program) -> Iterable[Finding]:
@@ -96,7 +97,7 @@ def _plan(program: Program) -> Iterable[Finding]:
         "shows "
         "that all have the same. A planner that does not give one result everywhere plans on rank 0 as ever.",
     )
-    yield _found("plan", meetings, "every rank can make it from the same inputs", proof, rewrite="fast_plan")
+    yield _found("plan", meetings, WHY["plan"], proof, rewrite="fast_plan")
 
 
 def _same_plan(program: Program, before: Met) -> str:

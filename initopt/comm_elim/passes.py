@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from initopt.chain import finished_ranks, median_rank
 from initopt.comm_elim.drop import BARRIERS, drop
 from initopt.comm_elim.findings import Finding, at, calls_in, kept
 from initopt.comm_elim.fuse import fuse
@@ -33,27 +34,30 @@ _KNOWN_KEPT: Mapping[str, str] = {
 class Found:
     """The findings of a run, the ones that save most first; `saving` is that of all together, in seconds, an estimate.
 
-    `problems` are places where the ranks did not meet in one order: then nothing is proven, and all is kept.
+    `rank` is the one whose figures stand for all, the median, else the lowest: those of one rank add up. `problems` are
+    places where the ranks did not meet in one order: then nothing is proven, and all is kept.
     """
 
     findings: tuple[Finding, ...]
     saving: float
+    rank: int
     problems: tuple[Problem, ...] = ()
 
 
 def find(run: Run) -> Found:
     """Look at all meetings before the first training step."""
+    rank = median_rank(run) if finished_ranks(run) else min(run.headers)
     line = timeline(run)
     program = Program(run, line.meetings)
     if line.problems:
         why = "the ranks did not meet in one order (initopt verify)"
         said = [kept(name, meetings, why) for name, meetings in _by_call(program.meetings)]
-        return Found(tuple(_named(said)), 0.0, line.problems)
+        return Found(tuple(_named(said)), 0.0, rank, line.problems)
     findings = [*settled(program)]
     simulation = Resimulation(run)
     findings = [replace(one, saving=simulation.saving(_gone([one]))) for one in findings]
-    findings.sort(key=lambda one: (-one.saving, one.verdict == "keep", -one.took, one.meetings[0].call.start))
-    return Found(tuple(_named(findings)), simulation.saving(_gone(findings)))
+    findings.sort(key=lambda one: (-one.saving, one.verdict == "keep", -one.took(rank), one.meetings[0].call.start))
+    return Found(tuple(_named(findings)), simulation.saving(_gone(findings)), rank)
 
 
 def settled(program: Program) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from initopt.comm_elim.findings import Finding, at, calls_in, kept
+from initopt.comm_elim.left_out import WHY
 from initopt.comm_elim.program import Program, failed
 from initopt.comm_elim.timeline import Met
 from initopt.payload import SAMPLED
@@ -44,10 +45,8 @@ def _outer(program: Program) -> list[Finding]:
             "With ddp_sync the Agreement compares checksums of shapes and of all values; where they differ, "
             "DistributedDataParallel does as ever. Buffers stay as they are on each rank: TorchRec has them not sent.",
         )
-        reason = "shapes and parameters are equal on all ranks"
-        findings.append(
-            Finding("ddp_sync", "drop", tuple(equal), calls_in(equal), reason, proof, "ddp_sync", agreed=True)
-        )
+        calls, reason = calls_in(equal), WHY["ddp_sync"]
+        findings.append(Finding("ddp_sync", "drop", tuple(equal), calls, reason, proof, "ddp_sync", agreed=True))
     return findings
 
 

@@ -76,6 +76,7 @@ function table(columns, rows, caption) {
   return [h("div", { class: "scroll" }, made), more];
 }
 
+const place = (text, ...more) => [h("span", { class: "place" }, text), ...more];
 const cells = (...values) => values.map((value) => td("number", value));
 const nameCell = (name, shown) => h("td", { class: name.length > 40 ? "name" : "label" }, shown);
 const longest = () => new Set(recorded().bars.filter((bar) => bar.longest).map((bar) => bar.name));

@@ -193,7 +193,8 @@ function onLane(panel, lane) {
 
 function drawLane(group, panel, number, lane, top, x) {
   const at = top + UP;
-  let edge = -Infinity, edgeLongest = false, thin = 0, bars = 0, taken = -Infinity, outer = -Infinity;
+  const drawn = [];
+  let edge = -Infinity, edgeLongest = false, thin = 0, outer = -Infinity;
   for (const [bar, place] of onLane(panel, lane)) {
     if (bar.end < state.from || bar.start > state.to) continue;
     const left = Math.max(x(bar.start), -50), right = Math.min(x(bar.end), x(state.to) + 50);
@@ -204,7 +205,6 @@ function drawLane(group, panel, number, lane, top, x) {
     }
     edge = Math.max(edge, right);
     edgeLongest = Boolean(bar.longest);
-    bars += 1;
     // What ran inside of another bar is half as high, so that both are seen.
     const nested = bar.start < outer - 1e-6;
     outer = Math.max(outer, bar.end);
@@ -226,12 +226,34 @@ function drawLane(group, panel, number, lane, top, x) {
     for (const times of bar.imports || []) {
       const from = Math.max(left, x(times[0])), to = Math.min(right, x(times[1]));
       if (to - from > 3) one.append(s("path", { d: `M${to} ${y} V${y + tall}`, class: "waiting" }));
-      if (to - from > wide(times[2]) + 6) {
-        one.append(s("text", { x: (from + to) / 2, y: at + 13, "text-anchor": "middle", class: "within" }, times[2]));
+    }
+    drawn.push({ bar, one, nested, seen: [Math.max(left, plot.left), Math.min(right, plot.left + plot.inner)] });
+    group.append(one);
+  }
+  nameBars(drawn, at, x);
+  for (const queue of panel.queues.filter((one) => one.lane === lane)) {
+    group.append(s("path", { d: `M${x(queue.start)} ${at + BAR + 4} H${x(queue.end)}`, class: "queue" },
+      s("title", {}, `${queue.step}: queued ${seconds(queue.end - queue.start)}` +
+        (queue.behind && queue.behind.length ? ` behind ${queue.behind.join(", ")}` : ""))));
+  }
+  return { thin, bars: drawn.length };
+}
+
+const shared = (a, b) => Math.min(a[1], b[1]) - Math.max(a[0], b[0]);
+
+// A name stands in its bar, or above it. What is not named has its name in the tooltip, the details and the table.
+function nameBars(drawn, at, x) {
+  const inner = drawn.filter((each) => each.nested).map((each) => each.seen);
+  const named = new Set(), above = [];
+  for (const each of drawn) {
+    const { bar, one, nested, seen } = each;
+    for (const [start, stop, text] of bar.imports || []) {
+      const part = [Math.max(seen[0], x(start)), Math.min(seen[1], x(stop))];
+      if (part[1] - part[0] > wide(text) + 6 && !inner.some((other) => shared(part, other) > 0)) {
+        one.append(s("text", { x: (part[0] + part[1]) / 2, y: at + 13, "text-anchor": "middle", class: "within" }, text));
       }
     }
-    const seen = [Math.max(left, plot.left), Math.min(right, plot.left + plot.inner)];
-    const room = solid(bar, x, seen), long = wide(bar.name, bar.longest);
+    const room = solid(bar, x, seen, inner), long = wide(bar.name, bar.longest);
     if (room[1] - room[0] > long + 8 && !bar.imports && !nested) {
       const middle = (room[0] + room[1]) / 2;
       // Among dots a name can't be read.
@@ -239,32 +261,50 @@ function drawLane(group, panel, number, lane, top, x) {
       if (bar.compiles) one.append(s("rect", behind));
       one.append(s("text", { x: middle, y: at + 13, "text-anchor": "middle",
         class: bar.longest ? "within strong" : "within" }, bar.name));
-    } else if (seen[0] > taken + 6 && seen[1] >= plot.left) {
-      // What is not named here has its name in the tooltip, in the details and in the table.
-      const start = Math.min(seen[0], plot.left + plot.inner - long);
-      if (start > taken + 6 && start >= plot.left) {
-        one.append(s("text", { x: start, y: at - 4, class: bar.longest ? "strong" : null }, bar.name));
-        taken = start + long;
-      }
+      named.add(each);
     }
-    group.append(one);
   }
-  for (const queue of panel.queues.filter((one) => one.lane === lane)) {
-    group.append(s("path", { d: `M${x(queue.start)} ${at + BAR + 4} H${x(queue.end)}`, class: "queue" },
-      s("title", {}, `${queue.step}: queued ${seconds(queue.end - queue.start)}` +
-        (queue.behind && queue.behind.length ? ` behind ${queue.behind.join(", ")}` : ""))));
+  // The widest first, and none over more of a neighbour without a name than of its own bar: it would be read as that
+  // neighbour's.
+  const width = (each) => each.seen[1] - each.seen[0];
+  for (const each of drawn.filter((one) => !named.has(one)).sort((a, b) => width(b) - width(a))) {
+    const { bar, one, seen } = each;
+    const long = wide(bar.name, bar.longest), start = Math.min(seen[0], plot.left + plot.inner - long);
+    const text = [start, start + long], own = Math.max(4, shared(text, seen));
+    if (seen[1] < plot.left || start < plot.left || above.some((other) => shared(text, other) > -6)) continue;
+    if (drawn.some((other) => other !== each && !named.has(other) && shared(text, other.seen) > own)) continue;
+    one.append(s("text", { x: start, y: at - 4, class: bar.longest ? "strong" : null }, bar.name));
+    above.push(text);
+    named.add(each);
   }
-  return { thin, bars };
 }
 
-function solid(bar, x, seen) {
-  const edges = [bar.start, ...(bar.waits || []).flat(), bar.end].map(x);
+function solid(bar, x, seen, inner) {
+  const times = [bar.start, ...(bar.waits || []).flat(), bar.end].map(x);
+  // What ran inside of a bar is drawn over it.
+  const parts = inner.filter((part) => shared(part, seen) > 0 && part !== seen);
+  const edges = parts.length ? free(times, parts) : times;
   let best = [0, 0];
   for (let at = 0; at + 1 < edges.length; at += 2) {
     const part = [Math.max(edges[at], seen[0]), Math.min(edges[at + 1], seen[1])];
     if (part[1] - part[0] > best[1] - best[0]) best = part;
   }
   return best;
+}
+
+// The edges of what is left of the pieces between `edges` (from, to, from, to, ...) without these parts.
+function free(edges, parts) {
+  const found = [];
+  for (let at = 0; at + 1 < edges.length; at += 2) {
+    let from = edges[at];
+    for (const [start, stop] of parts) {
+      if (stop <= from || start >= edges[at + 1]) continue;
+      if (start > from) found.push(from, start);
+      from = stop;
+    }
+    if (from < edges[at + 1]) found.push(from, edges[at + 1]);
+  }
+  return found;
 }
 
 function keys(event) {

@@ -156,6 +156,7 @@ collectives();
 if (DATA.sentence !== null) ranks();
 compiled();
 imports();
+optimized();
 advice();
 leftOut();
 for (const part of main.querySelectorAll("section")) nav.append(h("a", { href: `#${part.id}` },

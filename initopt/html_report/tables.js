@@ -79,15 +79,22 @@ function collectives() {
   made.append(...(found.problems || []).map((problem) => h("div", {}, warned([problem.text]), h("ul", {},
     problem.parties.map((party) => h("li", {}, `${rankOr(party.ranks)} ${short(party.ranks)}: ${party.what}` +
       `${party.number ? ` (call ${party.number})` : ""}${party.call_site ? ` at ${party.call_site}` : ""}`))))));
+  for (const one of found.left_out || []) {
+    made.append(say(`Left out: ${count(one.count, "meeting")} by ${one.name} (${one.reason})`,
+      one.place ? [", ", place(one.place)] : null, "."));
+  }
   if (!found.findings || !found.findings.length) {
-    return made.append(say(found.unknown || "No collective was recorded before the first batch."));
+    return made.append(say(found.unknown || "No meeting was recorded before the first training step."));
   }
   const out = found.findings.filter((one) => one.verdict !== "keep").length;
   if (DATA.verify.meetings !== undefined && !DATA.verify.problems.length) {
-    made.append(say(`${count(DATA.verify.meetings, "meeting")}, in one order on all ranks that left a record.`));
+    const before = DATA.verify.before_training;
+    const among = before < DATA.verify.meetings ? `, ${before} of them before the first training step` : "";
+    made.append(say(`${count(DATA.verify.meetings, "meeting")}${among}, in one order on all ranks that left a record.`));
   }
-  made.append(say(out ? `~${seconds(found.saving)} saved together. 'saves' is simulated, not read off 'took': a ` +
-    "removed wait turns up at the next meeting. Nothing is applied by this page." : "All of them stay."));
+  made.append(say(out ? `~${seconds(found.saving)} saved by all of them together, 'saves' by one alone, both ` +
+    "simulated: a wait that goes away turns up at the next meeting, and is saved only where that one goes, too. " +
+    "Nothing is applied by this page." : "All of them stay."));
   const columns = ["saves>", "took>", "wait>", "n>", "collective", "group", "verdict", "why"];
   made.append(...table(columns, found.findings.map((one) => () => h("tr", {},
     cells(one.saving >= 0.0005 ? `~${seconds(one.saving)}` : "·", seconds(one.took), dot(one.wait), one.count),
@@ -100,7 +107,7 @@ const short = (ranks) => ranks.slice(0, 12).join(", ") + (ranks.length > 12 ? `,
 function proof(one) {
   const applied = one.rewrite ? `Applied by the rewrite ${one.rewrite}.` : `Not applied: ${one.unapplied}.`;
   const by = one.verdict === "keep" ? "" : applied;
-  const check = one.agreed ? " One meeting stays as the check (the Agreement)." : "";
+  const check = one.agreed ? " One meeting is kept, in which ranks see that they hold the same." : "";
   return [h("ol", { class: "proof" }, one.proof.map((sentence) => h("li", {}, sentence))), by ? say(by + check) : null,
     one.meetings.map((met) => h("div", {},
       `${met.op} on ${met.group}${met.sequence >= 0 ? `, call ${met.sequence}` : ""}, ranks ` +
@@ -175,7 +182,7 @@ function compiled() {
         td(null, one.cache || "·"), td("tight", one.direction), nameCell(one.step, one.step ? stepButton(one.step,
           false) : "·"),
         td("wide", one.failure || one.recompile_reason ? h("strong", {}, one.name) : one.name, " ",
-          h("span", { class: "site" }, one.place), said.map((text) => h("div", { class: "faint" }, text))));
+          h("span", { class: "site place" }, one.place), said.map((text) => h("div", { class: "faint" }, text))));
     }), "Turns of the compiler"));
   }
   for (const cache of (found.caches || []).slice(0, ROWS)) {
@@ -212,6 +219,23 @@ function imports() {
   made.append(h("h3", {}, "By line"), ...table(["took>", "line", "brought in"], lines, "Lines that import"));
 }
 
+function optimized() {
+  if (!DATA.optimized.length) return;
+  const made = section("optimized", "What --optimize did",
+    note("Optimized: done, with the training as it was. As it was: left alone, and why."));
+  const of = (ranks) => (ranks ? `rank ${ranks}` : DATA.ranks.length > 1 ? "all" : "");
+  made.append(...table(["what became of it", "optimization", "how, or why not", "where", "ranks"],
+    DATA.optimized.map((one) => () => h("tr", {},
+      td("tight", one.applied ? h("strong", {}, "Optimized") : "As it was"), td("tight", one.name),
+      td("wide", one.text), td("site", place(one.place)), td("tight", of(one.ranks)))), "What --optimize did"));
+  made.append(h("h3", {}, "Advice: what the script could do itself"));
+  const tips = DATA.summary.advice;
+  if (!tips.length) return made.append(say("None."));
+  made.append(...table(["saves>", "where", "what"], tips.map((tip) => () => h("tr", {},
+    cells(tip.saves === null ? "·" : about(tip.saves)), td("site", place(tip.place || "the script")),
+    td("wide", tip.text))), "What the script could do itself"));
+}
+
 function advice() {
   const made = section("advice", "Advice: what the first batch did not need");
   const found = DATA.defer;
@@ -223,7 +247,7 @@ function advice() {
       const provided = kept ? [...one.provided, `keeps ${kept}, which it also brought in`] : one.provided;
       return h("tr", {}, cells(dot(one.took), about(one.saves)),
         nameCell(one.what, one.kind === "step" ? stepButton(one.what, false) : one.what),
-        td("site", one.place, one.step && one.kind !== "step" ? `, in step ${one.step}` : ""),
+        td("site", place(one.place, one.step && one.kind !== "step" ? `, in step ${one.step}` : "")),
         td("wide", h("ul", {}, provided.map((text) => h("li", {}, text)))));
     });
     made.append(...table(["took>", "saves>", "what", "where", "holds if"], rows, "What could come later"));
