@@ -128,6 +128,8 @@ def main() -> None:
     elif how == "elastic":
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        # Else restarted ranks may find gloo's addresses of the attempt before in the agent's store.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
