@@ -81,8 +81,8 @@ EMULATED_AT = 8
 
 
 def size(ranks: int, index: int) -> int:
-    """How many rows a table has: few, but no rank is without one."""
-    return max(32 + 8 * index, 4 * ranks)
+    """How many rows a table has: few, and as many on each rank, so that none is without one."""
+    return -(-max(32 + 8 * index, 4 * ranks) // ranks) * ranks
 
 
 def around(rewrites: Sequence[str] | None) -> AbstractContextManager[Any]:
