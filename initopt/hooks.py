@@ -543,6 +543,23 @@ def drop_own_frames(raised: BaseException, folder: str) -> None:
     raised.__traceback__ = kept[0]
 
 
+def caller_level(*libraries: str) -> int:
+    """The `stacklevel` with which the calling function's warning names the line that called into these packages.
+
+    They are named as in `sys.modules`; initopt is one of them anyway, as is what enters its blocks.
+    """
+    mine = (__name__.partition(".")[0], *libraries)
+    level, frame = 1, sys._getframe(1)
+    while (outer := frame.f_back) is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in mine and name != contextlib.__name__:
+            break
+        # These are not counted.
+        level += outer.f_code.co_filename != HIDDEN
+        frame = outer
+    return level
+
+
 class CallSites:
     """Finds `file:line` of the code that called into folders `inside`, and the functions that led there."""
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from initopt.hooks import Meeting
 
 SpanKind = Literal["import", "step", "collective", "compile"]
-Mode = Literal["stock", "serial", "overlap"]
+Mode = Literal["stock", "serial", "overlap", "optimized"]
 
 FIRST_STEP = "first_step"
 """The step that ends a start-up: the first optimizer step on real data."""
@@ -110,8 +110,10 @@ class Header:
 
     `process_start` is unix time in seconds; `zero` says where it is from: the kernel, or (where that can't be asked)
     the first import of this file. Ranks with the same `clock` read the same clock: it names the machine's boot. `mode`
-    is `stock`, `serial` or `overlap`. `labels` go with every number made from this run (for example `emulated: reader
-    latency 4 s`). `cores` are those that this process may run on, `host_cores` all that the system sees.
+    is `stock`, `serial`, `overlap` or (with `initopt.run --optimize`) `optimized`. `labels` go with every number made
+    from this run (for example `emulated: reader latency 4 s`). `cores` are those that this process may run on,
+    `host_cores` all that the system sees. `goal` is the step that ends the start-up by `initopt.run --until`, under its
+    own name; empty where that is the first training step.
     """
 
     rank: int
@@ -129,6 +131,7 @@ class Header:
     clock: str = ""
     zero: Literal["kernel", "import"] = "kernel"
     host_cores: int = 0
+    goal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +339,7 @@ class Recorder:
         self._zero, self._process_start, self._zero_from = _process_start()
         self._job = job
         self._mode = mode
+        self._goal = ""
         self.root = run_root(root)
         self._keep = keep
         self._labels = (*labels, *_imported_before())
@@ -381,7 +385,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, *, lane: str | None = None, stage: str | None = None) -> Iterator[None]:
-        """Record the block as a step. An exception leaves its type in the record and goes on.
+        """Record the block as a step. An exception leaves its type (see `_failure`) in the record and goes on.
 
         Without a `lane` it is the one that this thread is in: `main` for the main thread, else the thread's name.
         """
@@ -394,7 +398,7 @@ class Recorder:
             try:
                 yield
             except BaseException as raised:
-                error = type(raised).__name__
+                error = self._failure(raised)
                 raise
             finally:
                 end = time.perf_counter()
@@ -411,6 +415,10 @@ class Recorder:
                     error=error,
                 )
                 self._write(span, ended - (began - entered))
+
+    def _failure(self, raised: BaseException) -> str:
+        """What a record says of an exception that has left a step."""
+        return type(raised).__name__
 
     @contextmanager
     def current_step(self, name: str, *, lane: str | None = None) -> Iterator[str]:
@@ -609,6 +617,8 @@ class Recorder:
                 self._put_usage()
                 self._put_imports()
                 for unused in self._watch.found() if self._watch.on else ():
+                    if unused.begun:
+                        unused = replace(unused, start=unused.start - self._zero, end=unused.end - self._zero)
                     self._put(unused)
             self._own_cost += time.thread_time() - entered
 
@@ -737,6 +747,7 @@ class Recorder:
             versions=_versions(),
             clock=_boot() or platform.node(),
             zero=self._zero_from,
+            goal=self._goal,
         )
 
     def _trailer(self) -> Trailer:
