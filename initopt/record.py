@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, get_arg
 
 from initopt.cores import cores
 from initopt.imports import NOT_TO_BE_USED, SWITCH, Imported, ImportLine, recording
+from initopt.own_cost import Spent
 from initopt.process_tree import cpu_seconds
 from initopt.unused import Unused, Watch
 
@@ -274,7 +275,10 @@ class Advised:
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds."""
+    """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds.
+
+    A garbage collection of all that the process has, which happens to begin while something is written, is not in it.
+    """
 
     rank: int
     end: float
@@ -464,7 +468,7 @@ class Recorder:
             return
         entered = time.thread_time()
         self._agreed = True
-        with self._fail_safe():
+        with self._counted(entered), self._fail_safe():
             self.rank, self.world_size, self._store = rank, world_size, store
             if store is None:
                 if world_size > 1:
@@ -484,8 +488,6 @@ class Recorder:
                     self._open(number)
                 else:
                     self._learn_number(store)
-        with self._lock:
-            self._own_cost += time.thread_time() - entered
 
     def agree_by_itself(self) -> None:
         """Call `agree` with this process's default group, if it has one and nobody has called it yet."""
@@ -516,7 +518,7 @@ class Recorder:
     def started(self) -> None:
         """Say that the start-up is over, unless a step FIRST_STEP follows: what is used from here on is training's."""
         if not self._silent():
-            with self._fail_safe(), self._lock:
+            with self._counted(time.thread_time()), self._fail_safe(), self._lock:
                 if not self._stopped:
                     self._put_usage()
                     self._put_imports()
@@ -548,9 +550,11 @@ class Recorder:
                         else "the ranks have no process group yet"
                     )
                     raise RuntimeError(f"{why}, {len(self._waiting)} records are lost")
+                entered = time.thread_time()
                 if not self._usage_written:
                     self._put_usage()
                 self._put_imports()
+                self._own_cost += time.thread_time() - entered
                 self._write_line(self._trailer())
                 self._stopped = True
                 self._file.close()
@@ -609,7 +613,7 @@ class Recorder:
         """Write or keep a record; what it took since `entered` (`time.thread_time`) is the recorder's own cost."""
         if self._silent():
             return
-        with self._fail_safe(), self._lock:
+        with self._counted(entered), self._fail_safe(), self._lock:
             if self._stopped:
                 return
             self._put(record)
@@ -620,7 +624,16 @@ class Recorder:
                     if unused.begun:
                         unused = replace(unused, start=unused.start - self._zero, end=unused.end - self._zero)
                     self._put(unused)
-            self._own_cost += time.thread_time() - entered
+
+    @contextmanager
+    def _counted(self, entered: float) -> Iterator[None]:
+        """What was used since `entered` (`time.thread_time`), and in the block, is the recorder's own cost."""
+        spent = Spent(entered)
+        try:
+            with spent:
+                yield
+        finally:
+            self._own_cost += spent.seconds
 
     def _put(self, record: _Record) -> None:
         if self._file is None:

@@ -321,6 +321,9 @@ class WatchedRun:
         return threading.current_thread() is threading.main_thread()
 
     def _imported(self, module: str) -> None:
+        # Called for each of thousands of modules, of which a few are of interest.
+        if self._optimizing is None and not self._hooks.wants(module):
+            return
         with self._fail_safe():
             self._hooks.imported(module)
             if self._optimizing is not None and not self._done:
