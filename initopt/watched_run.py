@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 THROWN_AWAY = "thrown_away_step"
 """A training step whose outcome was overwritten from a checkpoint before the next one."""
 
-_MESSAGE = 200
+_MESSAGE = 100
 """Characters of an exception's message that are kept."""
 
 _STEPS: dict[Event, tuple[str, str]] = {
@@ -414,7 +414,8 @@ class WatchedRun:
     def failure(self, raised: BaseException) -> str:
         """An exception in one line: `ValueError at train.py:3: its message`."""
         try:
-            said = next(iter(str(raised).splitlines()), "")[:_MESSAGE]
+            said = next(iter(str(raised).splitlines()), "")
+            said = f"{said[:_MESSAGE]}..." if len(said) > _MESSAGE else said
             return f"{self._kind_and_place(raised)}{f': {said}' if said else ''}"
         except Exception:
             # Theirs, asked for its text. The one that is being looked at goes on.

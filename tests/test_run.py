@@ -274,6 +274,15 @@ def test_an_exception_is_in_the_step_that_it_has_ended_and_in_the_last_line(tmp_
         assert f"{error} at script.py:{place}" in summary(run).plain
 
 
+@pytest.mark.parametrize(("words", "mode"), [([], "stock"), (["--optimize"], "optimized")])
+def test_the_record_says_whether_it_was_optimized(tmp_path: Path, words: list[str], mode: str) -> None:
+    name = script(tmp_path, "import initopt\nwith initopt.step('first_step'):\n    pass")
+    assert python(tmp_path, "-m", "initopt.run", *words, name).returncode == 0
+    run = Run.latest(tmp_path / ".initopt")
+    assert run.headers[0].mode == mode
+    assert f" {mode} " in summary(run).plain
+
+
 def test_a_step_that_is_named_so_ends_the_record(tmp_path: Path) -> None:
     name = script(tmp_path, "import initopt\nwith initopt.step('first_step'):\n    pass")
     done = python(tmp_path, "-m", "initopt.run", name)
