@@ -422,7 +422,8 @@ class WatchedRun:
             return type(raised).__name__
 
     def _kind_and_place(self, raised: BaseException) -> str:
-        lines = self._own.raised(raised)
+        # What has not come up to the script yet will do so where that is now.
+        lines = self._own.raised(raised) or self._own.now().lines
         return f"{type(raised).__name__}{f' at {lines[-1].file}:{lines[-1].number}' if lines else ''}"
 
     @contextmanager

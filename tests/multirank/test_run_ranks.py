@@ -124,7 +124,7 @@ def test_a_start_up_that_fails_has_its_own_traceback_first_and_whole(tmp_path: P
     )
     run = Run.latest(tmp_path)
     errors = [span.error for span in run.spans if span.name == "first_batch"]
-    assert errors == ["", f"KeyError at {place}: 'a broken row'"]
+    assert errors == ["", f"KeyError at {place}: Caught KeyError in DataLoader worker process 0."]
 
 
 def _unnumbered(text: str) -> str:
