@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from contextlib import suppress
 
 
 class Spent:
@@ -25,7 +26,8 @@ class Spent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        gc.callbacks.remove(self._collects)
+        with suppress(ValueError):  # somebody has emptied the list
+            gc.callbacks.remove(self._collects)
         self.seconds = time.thread_time() - self._entered - self._collecting
 
     def _collects(self, phase: str, _: dict[str, int]) -> None:

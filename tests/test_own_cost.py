@@ -44,3 +44,10 @@ def test_the_collection_of_another_thread_is_no_part_of_it(clock: list[float]) -
         clock[0] += 1.0
     assert spent.seconds == 2.0
     assert time.thread_time() == 12.0
+
+
+def test_a_list_of_callbacks_that_was_emptied_is_no_concern(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "callbacks", [])
+    with Spent():
+        gc.callbacks.clear()
+    assert gc.callbacks == []
