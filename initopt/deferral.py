@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from initopt.graph import Graph, Step
     from initopt.imports import ImportLine
+    from initopt.record import Span
     from initopt.runs import Run
+    from initopt.unused import Unused
 
 Kind = Literal["step", "loader", "group", "import"]
 
@@ -142,36 +144,56 @@ def _provided(graph: Graph, step: Step, idle: tuple[str, ...]) -> tuple[str, ...
 def _objects(run: Run) -> list[tuple[Finding, Less]]:
     # A step that is not needed is found as a whole.
     whole = () if run.graph is None else not_needed(run.graph)
-    seen: defaultdict[tuple[Literal["loader", "group"], str, str], list[tuple[int, str, bool]]] = defaultdict(list)
+    seen: defaultdict[tuple[Literal["loader", "group"], str, str], list[Unused]] = defaultdict(list)
     for one in run.unused:
-        seen[one.what, one.call_site, one.step].append((one.rank, one.group, one.alone))
-    begun = {(one.what, one.call_site, one.step) for one in run.unused if one.begun}
+        seen[one.what, one.call_site, one.step].append(one)
     found = []
     for (what, place, step), made in seen.items():
-        ranks = {rank for rank, _, _ in made}
-        idle = {(rank, group) for rank, group, _ in made}
+        ranks = {one.rank for one in made}
+        idle = {(one.rank, one.group) for one in made}
         # Ranks run the same lines: what only some of them left unused is needed.
         everywhere = _made_groups(run, place) <= idle if what == "group" else ranks == set(finished_ranks(run))
         if step in whole or not everywhere:
             continue
         less: Less = {rank: {} for rank in finished_ranks(run)}
+        provided: tuple[str, ...] = ()
         if what == "group":
             for rank, group in ((rank, group) for rank, group in idle if rank in less):
                 calls = (c for c in run.of_rank(rank) if c.group == group and c.op in _MAKES_GROUP)
                 less[rank][step] = less[rank].get(step, 0.0) + sum(c.end - c.start - c.wait for c in calls)
-        elif all(alone for _, _, alone in made) and _may_go(run, step):
-            for rank in ranks:
-                less[rank][step] = sum(work(span) for span in steps_of(run, rank) if span.name == step)
-        known = bool(step) and any(less.values())
-        took = max((steps[step] for steps in less.values() if steps), default=0.0)
+        else:
+            if step and all(one.alone for one in made) and _may_go(run, step):
+                for rank in ranks:
+                    less[rank][step] = sum(work(span) for span in steps_of(run, rank) if span.name == step)
+                provided += (_ITS_STEP,) if any(less[rank][step] for rank in ranks) else ()
+            for one in made:
+                begun = _begun(run, one)
+                # What is part of its step is counted there.
+                if begun is not None and not (begun.name == step and step in less[one.rank]):
+                    less[one.rank][begun.name] = less[one.rank].get(begun.name, 0.0) + min(
+                        one.end - one.start, work(begun)
+                    )
+        took = max((sum(steps.values()) for steps in less.values()), default=0.0)
+        known = took > 0.0 and (what == "loader" or bool(step))
         if known and took < _WORTH:
             continue
         saves = saving(run, less) if known else None
-        provided: tuple[str, ...] = _PROVIDED[what] if known else ()
-        if (what, place, step) in begun:
-            provided += ("its iterator draws from a random generator of its own: the default one would be elsewhere",)
-        found.append((Finding(what, _WHAT[what], place, took, saves, provided, step), less))
+        provided += _PROVIDED[what] if known else ()
+        if any(one.begun for one in made):
+            provided += (_GENERATOR,)
+        shown = step or next((name for steps in less.values() for name in steps), "")
+        found.append((Finding(what, _WHAT[what], place, took, saves, provided, shown), less))
     return found
+
+
+def _begun(run: Run, one: Unused) -> Span | None:
+    """The step in which the iterator of a loader was made, None where that is not known."""
+    if not one.begun or one.end <= one.start:
+        return None
+    middle = (one.start + one.end) / 2
+    around = [span for span in steps_of(run, one.rank) if span.start <= middle <= span.end]
+    # On other lanes there may be others at the same time.
+    return min(around, key=lambda span: (span.name != one.begun_in, span.end - span.start), default=None)
 
 
 def _may_go(run: Run, step: str) -> bool:
@@ -188,8 +210,14 @@ def _made_groups(run: Run, place: str) -> set[tuple[int, str]]:
 
 _MAKES_GROUP = ("new_group", "split_group")
 _WHAT = {"loader": "data loader, no batch taken", "group": "process group, no collective"}
+_ITS_STEP = "its step does nothing else that the first batch needs"
+_GENERATOR = (
+    "it has a random generator of its own, as by DataLoader(..., generator=torch.Generator().manual_seed(seed)): an "
+    "iterator without one draws from torch's default generator when it is made, so elsewhere the draws that now come "
+    "after it (weights, dropout, shuffling) would be others. To add a generator changes them once"
+)
 _PROVIDED = {
-    "loader": ("its step does nothing else that the first batch needs, and nothing asks it for its length or batches",),
+    "loader": ("nothing asks it for its length or batches before",),
     "group": ("every rank makes its groups later, all in one order",),
 }
 

@@ -129,6 +129,10 @@ class Hooks:
         self.unknown: dict[str, str] = {}
         """The libraries whose version no row knows, each with that version."""
 
+    def wants(self, name: str) -> bool:
+        """Whether there is something to do when this module was imported."""
+        return name in self._rows or name == "torch" or name.partition(".")[0] in self._calls
+
     def imported(self, name: str) -> None:
         """Hook what belongs to this module, which was just imported."""
         library = name.partition(".")[0]

@@ -22,6 +22,7 @@ from importlib.machinery import SourceFileLoader
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, Literal, Protocol
 
+from initopt.own_cost import Spent
 from initopt.payload import Checksum, bytes_in, tensors_in
 
 WORLD = "world"
@@ -185,28 +186,28 @@ def watched(listener: Listener, calls: dict[str, int] | None = None) -> Iterator
     import torch.nn.parallel.distributed as ddp
     from torch.distributed import distributed_c10d as c10d
 
-    entered = time.thread_time()
-    watch = _Watch(listener, c10d, functional, {} if calls is None else calls)
-    # A home may already hold somebody else's wrapper, so each distinct function is wrapped, not each name.
-    seen: dict[int, Callable[..., Any]] = {}
-    homes: list[tuple[ModuleType, Mapping[str, str], _Kind]] = [
-        (home, _PAYLOAD, "call") for home in (c10d, dist, torch.distributed.utils, ddp)
-    ]
-    for home, payloads, kind in [*homes, (functional, _FUNCTIONAL, "functional"), (in_store, _IN_STORE, "store")]:
-        for name, payload in payloads.items():
-            function = vars(home).get(name)
-            if callable(function) and id(function) not in seen:
-                seen[id(function)] = watch.wrap(name, function, payload, kind)
-    originals = {id(wrapper): wrapper.__wrapped__ for wrapper in seen.values()}  # type: ignore[attr-defined]
-    _rebind(seen)
-    listener.spent(time.thread_time() - entered)
+    with Spent() as spent:
+        watch = _Watch(listener, c10d, functional, {} if calls is None else calls)
+        # A home may already hold somebody else's wrapper, so each distinct function is wrapped, not each name.
+        seen: dict[int, Callable[..., Any]] = {}
+        homes: list[tuple[ModuleType, Mapping[str, str], _Kind]] = [
+            (home, _PAYLOAD, "call") for home in (c10d, dist, torch.distributed.utils, ddp)
+        ]
+        for home, payloads, kind in [*homes, (functional, _FUNCTIONAL, "functional"), (in_store, _IN_STORE, "store")]:
+            for name, payload in payloads.items():
+                function = vars(home).get(name)
+                if callable(function) and id(function) not in seen:
+                    seen[id(function)] = watch.wrap(name, function, payload, kind)
+        originals = {id(wrapper): wrapper.__wrapped__ for wrapper in seen.values()}  # type: ignore[attr-defined]
+        _rebind(seen)
+    listener.spent(spent.seconds)
     try:
         yield
     finally:
-        entered = time.thread_time()
-        watch.on = False
-        _rebind(originals)
-        listener.spent(time.thread_time() - entered)
+        with Spent() as spent:
+            watch.on = False
+            _rebind(originals)
+        listener.spent(spent.seconds)
 
 
 def _rebind(replacements: Mapping[int, Callable[..., Any]]) -> None:
@@ -541,6 +542,23 @@ def drop_own_frames(raised: BaseException, folder: str) -> None:
     for one, following in zip(kept, [*kept[1:], None], strict=True):
         one.tb_next = following
     raised.__traceback__ = kept[0]
+
+
+def caller_level(*libraries: str) -> int:
+    """The `stacklevel` with which the calling function's warning names the line that called into these packages.
+
+    They are named as in `sys.modules`; initopt is one of them anyway, as is what enters its blocks.
+    """
+    mine = (__name__.partition(".")[0], *libraries)
+    level, frame = 1, sys._getframe(1)
+    while (outer := frame.f_back) is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in mine and name != contextlib.__name__:
+            break
+        # These are not counted.
+        level += outer.f_code.co_filename != HIDDEN
+        frame = outer
+    return level
 
 
 class CallSites:

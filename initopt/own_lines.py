@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from traceback import walk_stack, walk_tb
 from types import FrameType
 
 from initopt.imports import Places
@@ -49,14 +50,19 @@ class Own:
     def now(self) -> Moment:
         """This moment, on the calling thread."""
         at, cpu = time.perf_counter(), time.thread_time()
-        lines = []
+        return Moment(at, cpu, self._lines(reversed(list(walk_stack(sys._getframe(1))))))
+
+    def raised(self, error: BaseException) -> tuple[Line, ...]:
+        """The lines in which an exception that has come up to here was raised, the outermost first."""
+        return self._lines(walk_tb(error.__traceback__))
+
+    def _lines(self, frames: Iterable[tuple[FrameType, int]]) -> tuple[Line, ...]:
         package = self._package()
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if self._is_own(frame, package):
-                lines.append(Line(id(frame), os.path.basename(frame.f_code.co_filename), frame.f_lineno))
-            frame = frame.f_back
-        return Moment(at, cpu, tuple(reversed(lines)))
+        return tuple(
+            Line(id(frame), os.path.basename(frame.f_code.co_filename), number)
+            for frame, number in frames
+            if self._is_own(frame, package)
+        )
 
     def _package(self) -> str:
         """The package of a program that `python -m` runs: it is the trainer's own, although it may be installed."""
@@ -73,9 +79,12 @@ class Own:
 
 
 class Between:
-    """The time between the steps of the main thread. `add` gets what is found, one piece after the other."""
+    """The time between the steps of the main thread. `add` gets what is found, one piece after the other.
 
-    def __init__(self, add: Callable[[str, Moment, Moment], None]) -> None:
+    It gets its name, start, end, and the error in which it ended, mostly none.
+    """
+
+    def __init__(self, add: Callable[[str, Moment, Moment, str], None]) -> None:
         self._add = add
         self._since: Moment | None = None
         self._first: Moment | None = None
@@ -90,8 +99,8 @@ class Between:
         if self._since is not None:
             self._first, self._last = self._first or at, at
 
-    def ends(self, at: Moment) -> None:
-        """A step begins."""
+    def ends(self, at: Moment, error: str = "") -> None:
+        """A step begins, or the program has ended with this error."""
         since, self._since = self._since, None
         if since is None:
             return
@@ -101,8 +110,9 @@ class Between:
             before, after = (name(since, self._first), since, self._first), (name(self._last, at), self._last, at)
             pieces = [before, (MODEL, self._first, self._last), after]
         for called, start, end in pieces:
-            if called and end.time - start.time >= _SHORTEST:
-                self._add(called, start, end)
+            why = error if end is at else ""
+            if called and (why or end.time - start.time >= _SHORTEST):
+                self._add(called, start, end, why)
 
 
 def name(start: Moment, end: Moment) -> str:

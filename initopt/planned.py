@@ -29,10 +29,10 @@ def planned(run: Run, rank: int, *, less: Mapping[str, float] | None = None) -> 
     graph = run.graph
     if graph is None:
         raise RecordError(run.path, "there is no graph in this run, so nothing can be planned from it")
-    less = less or {}
+    left = dict(less or {})
 
     def placed(span: Span, start: float) -> Span:
-        return replace(span, start=start, end=start + max(0.0, work(span) - less.get(span.name, 0.0)), wait=0.0)
+        return replace(span, start=start, end=start + work(span) - _taken(span, left), wait=0.0)
 
     recorded = steps_of(run, rank)
     inside = [span for span in recorded if span.name in graph]
@@ -44,7 +44,7 @@ def planned(run: Run, rank: int, *, less: Mapping[str, float] | None = None) -> 
             spans.append(placed(span, clock))
             clock = spans[-1].end
     took = per_step(run, rank, waits=False)
-    simulated = simulate(graph, {name: max(0.0, took[name] - less.get(name, 0.0)) for name in took})
+    simulated = simulate(graph, {name: max(0.0, took[name] - left.get(name, 0.0)) for name in took})
     spans += [replace(s, start=s.start + clock, end=s.end + clock, rank=rank) for s in simulated]
     clock = max((span.end for span in spans), default=0.0)
     for span in recorded:
@@ -73,8 +73,17 @@ def _first_batch(run: Run, rank: int, less: Mapping[str, float]) -> float:
         return last.end
     recorded = run.first_batch(rank)
     steps = [span for span in steps_of(run, rank) if span.end <= run.zero[rank] + recorded + SKEW]
-    taken = sum(min(work(span), less.get(span.name, 0.0)) for span in steps)
+    left = dict(less)
+    taken = sum(_taken(span, left) for span in steps)
     return recorded - sum(span.wait for span in steps) - taken
+
+
+def _taken(span: Span, left: dict[str, float]) -> float:
+    """Seconds that this step takes less: what is `left` to take from all of its name, as far as it has so many."""
+    taken = min(work(span), left.get(span.name, 0.0))
+    if taken:
+        left[span.name] -= taken
+    return taken
 
 
 def per_step(run: Run, rank: int, *, waits: bool) -> dict[str, float]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, get_arg
 
 from initopt.cores import cores
 from initopt.imports import NOT_TO_BE_USED, SWITCH, Imported, ImportLine, recording
+from initopt.own_cost import Spent
 from initopt.process_tree import cpu_seconds
 from initopt.unused import Unused, Watch
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from initopt.hooks import Meeting
 
 SpanKind = Literal["import", "step", "collective", "compile"]
-Mode = Literal["stock", "serial", "overlap"]
+Mode = Literal["stock", "serial", "overlap", "optimized"]
 
 FIRST_STEP = "first_step"
 """The step that ends a start-up: the first optimizer step on real data."""
@@ -110,8 +111,10 @@ class Header:
 
     `process_start` is unix time in seconds; `zero` says where it is from: the kernel, or (where that can't be asked)
     the first import of this file. Ranks with the same `clock` read the same clock: it names the machine's boot. `mode`
-    is `stock`, `serial` or `overlap`. `labels` go with every number made from this run (for example `emulated: reader
-    latency 4 s`). `cores` are those that this process may run on, `host_cores` all that the system sees.
+    is `stock`, `serial`, `overlap` or (with `initopt.run --optimize`) `optimized`. `labels` go with every number made
+    from this run (for example `emulated: reader latency 4 s`). `cores` are those that this process may run on,
+    `host_cores` all that the system sees. `goal` is the step that ends the start-up by `initopt.run --until`, under its
+    own name; empty where that is the first training step.
     """
 
     rank: int
@@ -129,6 +132,7 @@ class Header:
     clock: str = ""
     zero: Literal["kernel", "import"] = "kernel"
     host_cores: int = 0
+    goal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +275,10 @@ class Advised:
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds."""
+    """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds.
+
+    A garbage collection of all that the process has, which happens to begin while something is written, is not in it.
+    """
 
     rank: int
     end: float
@@ -336,6 +343,7 @@ class Recorder:
         self._zero, self._process_start, self._zero_from = _process_start()
         self._job = job
         self._mode = mode
+        self._goal = ""
         self.root = run_root(root)
         self._keep = keep
         self._labels = (*labels, *_imported_before())
@@ -381,7 +389,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, *, lane: str | None = None, stage: str | None = None) -> Iterator[None]:
-        """Record the block as a step. An exception leaves its type in the record and goes on.
+        """Record the block as a step. An exception leaves its type (see `_failure`) in the record and goes on.
 
         Without a `lane` it is the one that this thread is in: `main` for the main thread, else the thread's name.
         """
@@ -394,7 +402,7 @@ class Recorder:
             try:
                 yield
             except BaseException as raised:
-                error = type(raised).__name__
+                error = self._failure(raised)
                 raise
             finally:
                 end = time.perf_counter()
@@ -411,6 +419,10 @@ class Recorder:
                     error=error,
                 )
                 self._write(span, ended - (began - entered))
+
+    def _failure(self, raised: BaseException) -> str:
+        """What a record says of an exception that has left a step."""
+        return type(raised).__name__
 
     @contextmanager
     def current_step(self, name: str, *, lane: str | None = None) -> Iterator[str]:
@@ -456,7 +468,7 @@ class Recorder:
             return
         entered = time.thread_time()
         self._agreed = True
-        with self._fail_safe():
+        with self._counted(entered), self._fail_safe():
             self.rank, self.world_size, self._store = rank, world_size, store
             if store is None:
                 if world_size > 1:
@@ -476,8 +488,6 @@ class Recorder:
                     self._open(number)
                 else:
                     self._learn_number(store)
-        with self._lock:
-            self._own_cost += time.thread_time() - entered
 
     def agree_by_itself(self) -> None:
         """Call `agree` with this process's default group, if it has one and nobody has called it yet."""
@@ -508,7 +518,7 @@ class Recorder:
     def started(self) -> None:
         """Say that the start-up is over, unless a step FIRST_STEP follows: what is used from here on is training's."""
         if not self._silent():
-            with self._fail_safe(), self._lock:
+            with self._counted(time.thread_time()), self._fail_safe(), self._lock:
                 if not self._stopped:
                     self._put_usage()
                     self._put_imports()
@@ -540,9 +550,11 @@ class Recorder:
                         else "the ranks have no process group yet"
                     )
                     raise RuntimeError(f"{why}, {len(self._waiting)} records are lost")
+                entered = time.thread_time()
                 if not self._usage_written:
                     self._put_usage()
                 self._put_imports()
+                self._own_cost += time.thread_time() - entered
                 self._write_line(self._trailer())
                 self._stopped = True
                 self._file.close()
@@ -601,7 +613,7 @@ class Recorder:
         """Write or keep a record; what it took since `entered` (`time.thread_time`) is the recorder's own cost."""
         if self._silent():
             return
-        with self._fail_safe(), self._lock:
+        with self._counted(entered), self._fail_safe(), self._lock:
             if self._stopped:
                 return
             self._put(record)
@@ -609,8 +621,19 @@ class Recorder:
                 self._put_usage()
                 self._put_imports()
                 for unused in self._watch.found() if self._watch.on else ():
+                    if unused.begun:
+                        unused = replace(unused, start=unused.start - self._zero, end=unused.end - self._zero)
                     self._put(unused)
-            self._own_cost += time.thread_time() - entered
+
+    @contextmanager
+    def _counted(self, entered: float) -> Iterator[None]:
+        """What was used since `entered` (`time.thread_time`), and in the block, is the recorder's own cost."""
+        spent = Spent(entered)
+        try:
+            with spent:
+                yield
+        finally:
+            self._own_cost += spent.seconds
 
     def _put(self, record: _Record) -> None:
         if self._file is None:
@@ -737,6 +760,7 @@ class Recorder:
             versions=_versions(),
             clock=_boot() or platform.node(),
             zero=self._zero_from,
+            goal=self._goal,
         )
 
     def _trailer(self) -> Trailer:

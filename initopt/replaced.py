@@ -1,4 +1,7 @@
-"""A function of a module or class, replaced for the calls of one thread while a block runs, and put back."""
+"""A function of a module or class, replaced for the calls of one thread while a block runs, and put back.
+
+What stands in its place is in no traceback, and no `stacklevel` counts it: a warning names the line that it would name.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
+
+from initopt.hooks import HIDDEN, drop_frame
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(eq=False)
@@ -29,16 +36,13 @@ class _Place:
     stands: Any = None
     """The function that was put there, which asks this."""
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
+    def replacement(self) -> _Replacement | None:
+        """What this thread's call is for; None for the original."""
         for replacement in reversed(self.by_thread.get(threading.get_ident(), [])):
             # One that calls the function gets the one below, and in the end the original.
             if not replacement.running and replacement.when():
-                replacement.running = True
-                try:
-                    return replacement.function(*args, **kwargs)
-                finally:
-                    replacement.running = False
-        return self.original(*args, **kwargs)
+                return replacement
+        return None
 
 
 _places: dict[tuple[int, str], _Place] = {}
@@ -75,11 +79,32 @@ def on_this_thread(
                     setattr(module, name, place.stored)
 
 
-def _put(module: ModuleType | type, name: str, place: _Place) -> Callable[..., Any]:
-    # Others may ask for its signature, or for the module that it is of.
-    @functools.wraps(place.original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return place(args, kwargs)
+def passes_on(function: _Function) -> _Function:
+    """A replacement that calls what it replaced, and raises nothing itself: its frame is left out as well."""
+    assert isinstance(function, FunctionType)
+    function.__code__ = function.__code__.replace(co_filename=HIDDEN)
+    return function
 
+
+def _put(module: ModuleType | type, name: str, place: _Place) -> Callable[..., Any]:
+    @passes_on
+    def call(*args: Any, **kwargs: Any) -> Any:
+        replacement = place.replacement()
+        if replacement is not None:
+            replacement.running = True
+        try:
+            return (place.original if replacement is None else replacement.function)(*args, **kwargs)
+        except BaseException as raised:
+            drop_frame(raised)
+            # Then that of a replacement that passes on.
+            while (trace := raised.__traceback__) and trace.tb_next and trace.tb_frame.f_code.co_filename == HIDDEN:
+                drop_frame(raised)
+            raise
+        finally:
+            if replacement is not None:
+                replacement.running = False
+
+    # Others may ask for its signature, or for the module that it is of.
+    functools.update_wrapper(call, place.original)
     setattr(module, name, call)
     return call

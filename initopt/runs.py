@@ -84,7 +84,7 @@ _Record = TypeVar(
     Advised,
     Trailer,
 )
-_Timed = TypeVar("_Timed", Span, Begun, Compiled)
+_Timed = TypeVar("_Timed", Span, Begun, Compiled, Unused)
 
 
 class RecordError(ValueError):
@@ -218,7 +218,13 @@ class Run:
 
     @property
     def goal(self) -> str:
-        """What this start-up leads to, in words: `first batch`, or `last step` where the graph has no training step."""
+        """What this start-up leads to, in words: `first batch`, or `last step` where the graph has no training step.
+
+        Where `initopt.run --until` names the step that ends it, that name.
+        """
+        named = next((header.goal for header in self.headers.values() if header.goal), "")
+        if named:
+            return named
         return "first batch" if self.graph is None or FIRST_STEP in self.graph else "last step"
 
     def meeting(self, span: Span) -> tuple[Span, ...]:
@@ -401,7 +407,7 @@ def _joined(path: Path, files: list[_File]) -> Run:
         compile_caches=tuple(cache for file in files for cache in file.compile_caches),
         imported=tuple(one for file in files for one in file.imported),
         import_lines=tuple(one for file in files for one in file.import_lines),
-        unused=tuple(one for file in files for one in file.unused),
+        unused=tuple(_moved(one, zero[f.header.rank]) for f in files if f.header for one in f.unused),
         watched={file.watched.rank: file.watched for file in files if file.watched is not None},
         optimized=tuple(one for file in files for one in file.optimized),
         advised=tuple(one for file in files for one in file.advised),

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ class Unused:
     """A loader or a group that nobody used. `call_site` is the `file:line` that made it, in the step `step`.
 
     `group` is the name of a group. `alone` says that the step made nothing of the kind that was used, `begun` that a
-    loader has an iterator, whose workers have started.
+    loader has an iterator, whose workers have started. That was made from `start` to `end` (seconds as in a `Span`; of
+    `Watch` those of `time.perf_counter`), in the step `begun_in` or, where that is empty, as one of its own.
     """
 
     what: Literal["loader", "group"]
@@ -35,6 +37,9 @@ class Unused:
     alone: bool = True
     rank: int = 0
     begun: bool = False
+    begun_in: str = ""
+    start: float = 0.0
+    end: float = 0.0
 
 
 class _Iterated:
@@ -42,16 +47,20 @@ class _Iterated:
 
     def __init__(self) -> None:
         self.begun = False
+        self.step = ""
+        self.start = self.end = 0.0
         self._used = False
         self._last: Callable[[], Any] = _nothing
 
-    def begins(self) -> None:
-        """One is about to be made, or an old one to begin anew."""
+    def begins(self, step: str) -> None:
+        """One is about to be made, or an old one to begin anew, in this step."""
         self._used = self.used()
-        self.begun = True
+        self.begun, self.step = True, step
+        self.start = self.end = time.perf_counter()
 
     def is_now(self, iterator: Any) -> None:
-        """Watch this one, without keeping it."""
+        """It was made: watch this one, without keeping it."""
+        self.end = time.perf_counter()
         try:
             self._last = weakref.ref(iterator)
         except TypeError:
@@ -78,7 +87,7 @@ class _Made:
     group: str
     used: Callable[[], bool | None]
     """None where it is not known any more."""
-    begun: Callable[[], bool] = lambda: False
+    iterated: _Iterated
 
 
 class Watch:
@@ -110,7 +119,7 @@ class Watch:
             # One that makes its iterators itself may be used without our seeing it.
             if type(loader).__iter__ is __iter__:
                 iterated = self._iterated[loader] = _Iterated()
-                self._adds("loader", sites.find(sys._getframe(1))[0], iterated.used, begun=lambda: iterated.begun)
+                self._adds("loader", sites.find(sys._getframe(1))[0], iterated.used, iterated=iterated)
 
         @functools.wraps(iterates)
         def __iter__(loader: Any) -> Any:
@@ -118,7 +127,7 @@ class Watch:
             try:
                 if iterated is None:
                     return iterates(loader)
-                iterated.begins()
+                iterated.begins(self._step_here())
                 iterator = iterates(loader)
             except BaseException as raised:
                 drop_frame(raised)
@@ -163,7 +172,10 @@ class Watch:
                 made.step,
                 made.group,
                 (made.what, made.step) not in useful,
-                begun=made.begun(),
+                begun=made.iterated.begun,
+                begun_in=made.iterated.step,
+                start=made.iterated.start,
+                end=made.iterated.end,
             )
             for made, used in verdicts
             if used is False
@@ -175,10 +187,10 @@ class Watch:
         call_site: str,
         used: Callable[[], bool | None],
         group: str = "",
-        begun: Callable[[], bool] = lambda: False,
+        iterated: _Iterated | None = None,
     ) -> None:
         with self._lock:
-            self._made.append(_Made(what, call_site, self._step_here(), group, used, begun))
+            self._made.append(_Made(what, call_site, self._step_here(), group, used, iterated or _Iterated()))
 
 
 def _counts_on(count: Callable[[], int], before: int) -> Callable[[], bool | None]:

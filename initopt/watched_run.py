@@ -24,7 +24,7 @@ from initopt.first_training_step import FirstStep, Trained
 from initopt.imports import Recording, record_imports, recording
 from initopt.own_lines import Between, Moment, Own
 from initopt.process_tree import cpu_seconds
-from initopt.record import FIRST_STEP, Recorder, Span, Usage, current_recorder, run_numbers, run_root
+from initopt.record import FIRST_STEP, Mode, Recorder, Span, Usage, current_recorder, run_numbers, run_root
 from initopt.run import Wanted, forget, wanted
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 THROWN_AWAY = "thrown_away_step"
 """A training step whose outcome was overwritten from a checkpoint before the next one."""
+
+_MESSAGE = 100
+"""Characters of an exception's message that are kept."""
 
 _STEPS: dict[Event, tuple[str, str]] = {
     "checkpoint": ("checkpoint", "pre_train"),
@@ -296,6 +299,11 @@ class WatchedRun:
         return self._asked.until
 
     @property
+    def mode(self) -> Mode:
+        """How the script is run."""
+        return "optimized" if self._asked.optimize else "stock"
+
+    @property
     def name(self) -> str:
         """The script's name."""
         return self._asked.name
@@ -313,6 +321,9 @@ class WatchedRun:
         return threading.current_thread() is threading.main_thread()
 
     def _imported(self, module: str) -> None:
+        # Called for each of thousands of modules, of which a few are of interest.
+        if self._optimizing is None and not self._hooks.wants(module):
+            return
         with self._fail_safe():
             self._hooks.imported(module)
             if self._optimizing is not None and not self._done:
@@ -329,9 +340,9 @@ class WatchedRun:
         self._recorder.imports_ended(time_, cpu)
         self._between.begins(Moment(time_, cpu))
 
-    def _found_between(self, name: str, start: Moment, end: Moment) -> None:
+    def _found_between(self, name: str, start: Moment, end: Moment, error: str) -> None:
         stage = "train_module_creation" if name == "model" else None
-        self._recorder.step_seen(name, start, end, stage)
+        self._recorder.step_seen(name, start, end, stage, error)
 
     def _put_training(self, name: str, found: Trained) -> None:
         self._imports_end()
@@ -365,8 +376,11 @@ class WatchedRun:
                 self.finish(self._first.found)
             # Where nothing was seen but imports the script ended before it began, and has said why.
             elif self._is_rank or (self._imports_over and self._asked.program == self._pid and self._alone()):
+                ended = _uncaught()
+                if ended is not None:
+                    self._keep_error(ended)
                 self._leave()
-                self._say_no_first_batch()
+                self._say_no_first_batch(ended)
 
     def _alone(self) -> bool:
         """Whether the script has trained in its own process, as far as is known: it has started no recorded ranks."""
@@ -380,18 +394,37 @@ class WatchedRun:
         from initopt.runs import Run
 
         run = Run.load(recorder.path)
-        text = sentence(run, 0)
-        if self.until:
-            text = text.replace(run.goal, self.until, 1)
-        _say(f"{text} (rank 0, own cost {seconds(run.own_cost)})")
+        _say(f"{sentence(run, 0)} (rank 0, own cost {seconds(run.own_cost)})")
         _say(f"{_short(recorder.path)}   next: initopt blame")
 
-    def _say_no_first_batch(self) -> None:
+    def _say_no_first_batch(self, ended: BaseException | None) -> None:
         recorder = self._recorder
         if recorder.rank or recorder.path is None:
             return
+        how = f"with {self._kind_and_place(ended)}, " if ended is not None else ""
         wanted_ = f"step {self.until!r}" if self.until else "training step"
-        _say(f"the script ended without a {wanted_}, and so does its record: {_short(recorder.path)}")
+        _say(f"the script ended {how}without a {wanted_}, and so does its record: {_short(recorder.path)}")
+
+    def _keep_error(self, ended: BaseException) -> None:
+        """Leave the exception that has ended the script in the step that it has ended."""
+        now = self._own.now()
+        if id(ended) != self._recorder.failed:
+            self._between.ends(Moment(now.time, now.cpu, self._own.raised(ended)), self.failure(ended))
+
+    def failure(self, raised: BaseException) -> str:
+        """An exception in one line: `ValueError at train.py:3: its message`."""
+        try:
+            said = next(iter(str(raised).splitlines()), "")
+            said = f"{said[:_MESSAGE]}..." if len(said) > _MESSAGE else said
+            return f"{self._kind_and_place(raised)}{f': {said}' if said else ''}"
+        except Exception:
+            # Theirs, asked for its text. The one that is being looked at goes on.
+            return type(raised).__name__
+
+    def _kind_and_place(self, raised: BaseException) -> str:
+        # What has not come up to the script yet will do so where that is now.
+        lines = self._own.raised(raised) or self._own.now().lines
+        return f"{type(raised).__name__}{f' at {lines[-1].file}:{lines[-1].number}' if lines else ''}"
 
     @contextmanager
     def _fail_safe(self) -> Iterator[None]:
@@ -418,7 +451,10 @@ class _Found(Recorder):
         self._watched = watched
         self.in_first_step = False
         """Whether a block that is named so is running."""
-        super().__init__(watched.name, mode="stock", root=watched.root)
+        self.failed = 0
+        """The last exception that has ended a step, by its `id`."""
+        super().__init__(watched.name, mode=watched.mode, root=watched.root)
+        self._goal = watched.until
 
     def _begin(self, entered: float) -> None:
         """When the imports end is known later."""
@@ -453,12 +489,17 @@ class _Found(Recorder):
         if name == FIRST_STEP:
             watched.named_end()
 
-    def step_seen(self, name: str, start: Moment, end: Moment, stage: str | None) -> None:
+    def _failure(self, raised: BaseException) -> str:
+        self.failed = id(raised)
+        return self._watched.failure(raised)
+
+    def step_seen(self, name: str, start: Moment, end: Moment, stage: str | None, error: str = "") -> None:
         """Write a step of this thread that is over."""
         entered = time.thread_time()
         began, ended = start.time - self._zero, end.time - self._zero
         cpu = end.cpu - start.cpu
-        self._write(Span(name, began, ended, lane=self._lane(), stage=stage, cpu=cpu, step=self.step_here()), entered)
+        span = Span(name, began, ended, lane=self._lane(), stage=stage, cpu=cpu, step=self.step_here(), error=error)
+        self._write(span, entered)
 
     def spent(self, seconds: float) -> None:
         """Count CPU seconds as the recorder's own cost."""
@@ -485,6 +526,12 @@ def _places(target: Any) -> set[int]:
     if type(target) in (torch.Tensor, torch.nn.Parameter):
         return {target.data_ptr()} - {0}
     return set()
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that has ended the script, None where it ended otherwise. The interpreter leaves it there."""
+    found = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return found if isinstance(found, BaseException) else None
 
 
 def _short(path: Path) -> str:

@@ -232,7 +232,35 @@ def test_the_part_of_a_line_that_no_rank_needed(tmp_path: Path) -> None:
 def test_an_iterator_that_was_begun_draws(tmp_path: Path) -> None:
     made = Unused("loader", "train.py:12", "validation", begun=True)
     [one] = findings(recorded(tmp_path, None, SERIAL, extra=(made,)))
-    assert "draws" in one.provided[-1]
+    assert "DataLoader(..., generator=torch.Generator().manual_seed(seed))" in one.provided[-1]
+
+
+def test_an_iterator_saves_what_making_it_took_in_the_one_step_that_made_it(tmp_path: Path) -> None:
+    spans = [
+        [
+            Span("loader", 1.0, 1.3, rank),
+            Span("model", 1.3, 2.0, rank),
+            Span("loader", 2.0, 2.5, rank),
+            Span("first_step", 2.5, 3.0, rank),
+        ]
+        for rank in range(2)
+    ]
+    one = Unused("loader", "train.py:9", "", alone=False, begun=True, start=0.99, end=1.31)
+    idle = [replace(one, rank=rank) for rank in range(2)]
+    run = Run.load(write_run(tmp_path / "early", spans, graph=None, extra=idle))
+    [found] = findings(run)
+    assert (found.place, found.step) == ("train.py:9", "loader")
+    # The other step of that name made another loader, which is needed.
+    assert (found.took, found.saves, together(run)) == (pytest.approx(0.3), pytest.approx(0.3), pytest.approx(0.3))
+    assert not any("its step does nothing else" in text for text in found.provided)
+    # In a step that made more, only the iterator goes.
+    idle = [replace(made, begun_in="model", start=1.4, end=1.5) for made in idle]
+    [found] = findings(Run.load(write_run(tmp_path / "inside", spans, graph=None, extra=idle)))
+    assert (found.step, found.saves) == ("model", pytest.approx(0.1))
+    # When it was made is not in older records.
+    idle = [replace(made, start=0.0, end=0.0) for made in idle]
+    [found] = findings(Run.load(write_run(tmp_path / "old", spans, graph=None, extra=idle)))
+    assert (found.took, found.saves) == (0.0, None)
 
 
 def test_the_rank_that_would_be_last_decides(tmp_path: Path) -> None:

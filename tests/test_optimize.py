@@ -165,7 +165,7 @@ def test_a_loader_that_could_start_earlier_is_advice_only() -> None:
     assert isinstance(tip, Advised)
     assert tip.place == "train.py:7"
     assert tip.steps == {"first_batch": 0.5}
-    assert "with a generator= of its own" in tip.text
+    assert "DataLoader(..., generator=torch.Generator().manual_seed(seed))" in tip.text
 
 
 def test_the_summary_says_what_was_done_and_what_was_not(tmp_path: Path) -> None:

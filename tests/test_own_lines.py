@@ -23,7 +23,7 @@ def test_a_name_is_the_lines_of_the_innermost_call_that_both_ends_are_in() -> No
 
 def found(*events: tuple[str, Moment]) -> list[tuple[str, float, float]]:
     pieces: list[tuple[str, float, float]] = []
-    between = Between(lambda called, start, end: pieces.append((called, start.time, end.time)))
+    between = Between(lambda called, start, end, _: pieces.append((called, start.time, end.time)))
     for event, moment in events:
         getattr(between, event)(moment)
     return pieces
@@ -38,6 +38,23 @@ def test_modules_that_are_put_together_are_the_model() -> None:
         ("ends", at(4, (1, 20))),
     )
     assert pieces == [("train.py:10-12", 0, 1), ("model", 1, 3), ("train.py:13-20", 3, 4)]
+
+
+def test_the_last_piece_has_the_error_in_which_the_program_ended_however_short_it_is() -> None:
+    pieces: list[tuple[str, float, str]] = []
+    between = Between(lambda called, _, end, error: pieces.append((called, end.time, error)))
+    between.begins(at(0, (1, 1)))
+    between.module_put_in(at(1, (1, 2)))
+    between.module_put_in(at(2, (1, 3)))
+    between.ends(at(2.001, (1, 4)), "KeyError")
+    between.begins(at(3, (1, 5)))
+    between.ends(at(3.001, (1, 6)), "ValueError")
+    assert pieces == [
+        ("train.py:1-2", 1, ""),
+        ("model", 2, ""),
+        ("train.py:3-4", 2.001, "KeyError"),
+        ("train.py:5-6", 3.001, "ValueError"),
+    ]
 
 
 def test_what_is_short_or_inside_of_a_step_has_no_name() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import threading
+import traceback
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from initopt.replaced import on_this_thread
+from initopt.replaced import on_this_thread, passes_on
 
 
 @pytest.fixture
@@ -96,3 +98,39 @@ def test_who_asks_for_its_signature_or_its_home_is_told_the_originals(module: An
     with on_this_thread(module, "ask", lambda *args, **kwargs: "mine"):
         assert module.ask("x") == "mine"
         assert inspect.signature(module.ask) == inspect.signature(ask) and module.ask.__module__ == "example"
+
+
+def test_a_warning_names_the_line_and_a_traceback_has_the_frames_that_they_would(module: Any) -> None:
+    def ask(fail: bool) -> None:
+        warnings.warn("old", FutureWarning, stacklevel=2)
+        if fail:
+            raise KeyError("x")
+
+    module.ask = ask
+
+    def seen() -> tuple[list[tuple[str, int]], list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            frames = []
+            for fail in (False, True):
+                try:
+                    module.ask(fail)
+                except KeyError as raised:
+                    frames = [frame.name for frame in traceback.extract_tb(raised.__traceback__)]
+        return [(one.filename, one.lineno) for one in caught], frames
+
+    stock = seen()
+    assert {name for name, _ in stock[0]} == {__file__}
+    assert stock[1] == ["seen", "ask"]
+
+    @passes_on
+    def instead(*args: Any) -> None:
+        module.ask(*args)
+
+    with on_this_thread(module, "ask", instead):
+        assert seen() == stock
+        assert elsewhere(seen) == stock
+    with on_this_thread(module, "ask", lambda fail: 1 / 0), pytest.raises(ZeroDivisionError) as raised:
+        module.ask(True)
+    # Who raises it himself is seen.
+    assert [frame.name for frame in raised.traceback][1:] == ["<lambda>"]

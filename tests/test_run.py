@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from initopt.report import summary
 from initopt.run import FOLDER, VARIABLE, Wanted, forget, interpreter_words
 from initopt.runs import Run
 
@@ -230,10 +231,56 @@ def test_until_names_the_step_that_ends_the_record(tmp_path: Path) -> None:
     assert done.stdout == "True None\n"
     first, second = done.stderr.splitlines()
     assert first.startswith("initopt: ready after ")
+    # The command says so, too.
+    assert Run.latest(tmp_path / ".initopt").goal == "ready"
     assert second == "initopt: .initopt/0001   next: initopt blame"
     run = Run.latest(tmp_path / ".initopt")
     assert [span.name for span in run.spans if span.kind == "step"] == ["plan", "inner", "first_step"]
     assert [note.text for note in run.notes] == ["the step 'ready' ends this start-up (--until)"]
+
+
+def test_an_exception_is_in_the_step_that_it_has_ended_and_in_the_last_line(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import sys
+        import initopt
+        sys.excepthook = lambda kind, error, trace: print("theirs", file=sys.stderr)
+        with initopt.step("features"):
+            pass
+
+        def model():
+            with initopt.step("model") if "inside" in sys.argv else initopt.step("other"):
+                if "inside" in sys.argv:
+                    raise KeyError("a row")
+            raise ValueError("it is ill\\nvery")
+
+        model()
+        """,
+    )
+    end = "without a training step, and so does its record: .initopt/0001\n"
+    for word, error, place in (("inside", "KeyError", 11), ("between", "ValueError", 12)):
+        folder = tmp_path / word
+        folder.mkdir()
+        done = python(folder, "-m", "initopt.run", f"../{name}", word)
+        assert done.returncode == 1
+        assert done.stderr == f"theirs\ninitopt: the script ended with {error} at script.py:{place}, {end}"
+        run = Run.latest(folder / ".initopt")
+        failed = [(span.name, span.error) for span in run.spans if span.error]
+        said = {"inside": "'a row'", "between": "it is ill"}[word]
+        where = {"inside": "model", "between": "script.py:9-12"}[word]
+        assert failed == [(where, f"{error} at script.py:{place}: {said}")]
+        # The command names the cause with its line.
+        assert f"{error} at script.py:{place}" in summary(run).plain
+
+
+@pytest.mark.parametrize(("words", "mode"), [([], "stock"), (["--optimize"], "optimized")])
+def test_the_record_says_whether_it_was_optimized(tmp_path: Path, words: list[str], mode: str) -> None:
+    name = script(tmp_path, "import initopt\nwith initopt.step('first_step'):\n    pass")
+    assert python(tmp_path, "-m", "initopt.run", *words, name).returncode == 0
+    run = Run.latest(tmp_path / ".initopt")
+    assert run.headers[0].mode == mode
+    assert f" {mode} " in summary(run).plain
 
 
 def test_a_step_that_is_named_so_ends_the_record(tmp_path: Path) -> None:

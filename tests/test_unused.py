@@ -68,7 +68,9 @@ def test_an_iterator_that_gave_no_batch(root: Path, workers: int) -> None:
             kept.append(iter(DataLoader([1, 2], num_workers=workers)))
 
     [one] = unused(root, job)
-    assert (one.step, one.begun) == ("validation", True)
+    assert (one.step, one.begun, one.begun_in) == ("validation", True, "validation")
+    [made] = [span for span in Run.latest(root).spans if span.name == "validation"]
+    assert made.start <= one.start < one.end <= made.end
     assert next(kept[0]) == 1
 
 

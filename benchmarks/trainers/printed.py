@@ -29,4 +29,7 @@ def losses_of(step: Callable[[], torch.Tensor], steps: int) -> list[torch.Tensor
 def print_trained(rank: int, model: nn.Module, optimizer: KeyedOptimizer, losses: list[torch.Tensor]) -> None:
     """The line of JSON."""
     state = trained_state(model, optimizer, losses)
-    print(json.dumps({"rank": rank, "losses": [loss.item() for loss in losses], "trained_state": state}), flush=True)
+    line = json.dumps({"rank": rank, "losses": [loss.item() for loss in losses], "trained_state": state})
+    # In one write: the ranks have one stdout, and print would make two of it.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

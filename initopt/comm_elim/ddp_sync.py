@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as home
 
 from initopt.comm_elim.assumed import Dense
-from initopt.replaced import on_this_thread
+from initopt.replaced import on_this_thread, passes_on
 
 MEETINGS = 2
 """The shape check and the broadcast."""
@@ -68,6 +68,7 @@ def rewritten(
 def without_sync(of: Callable[[nn.Module], bool]) -> Iterator[None]:
     """Let each DistributedDataParallel made in the block, of a module for which `of` holds, trust its values."""
 
+    @passes_on
     def init(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # Positional arguments are not TorchRec's.
         if not args and of(module):

@@ -23,6 +23,7 @@ from initopt.comm_elim import ddp_sync as ddp
 from initopt.comm_elim.assumed import Dense
 from initopt.comm_elim.due import due
 from initopt.comm_elim.left_out import told
+from initopt.hooks import caller_level
 from initopt.optimizations import NAMES
 from initopt.replaced import on_this_thread
 
@@ -258,8 +259,8 @@ class Elimination:
 
     def _say(self) -> None:
         told, self._differences = self._differences, []
-        if told and distributed.get_rank() == 0:
-            warnings.warn(f"initopt: {'; '.join(told)}: TorchRec's own way is taken there", stacklevel=6)
+        if told:
+            _warn(f"{'; '.join(told)}: TorchRec's own way is taken there")
 
     def _keep(self, names: Iterable[str], why: str, *, whole: bool = True) -> None:
         for name in names:
@@ -292,19 +293,23 @@ def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"there is no rewrite {unknown[0]!r}; there are {', '.join(REWRITES)}")
     off = [name.strip() for name in os.environ.get(_OFF, "").split(",") if name.strip()]
+    known = dict.fromkeys((*NAMES, *REWRITES))
     for name in off:
-        if name not in (*REWRITES, *NAMES):
-            warnings.warn(
-                f"initopt: {_OFF} names {name!r}, which is no rewrite; there are {', '.join(REWRITES)}", stacklevel=4
-            )
+        if name not in known:
+            _warn(f"{_OFF} names {name!r}, which is no optimization or rewrite; there are {', '.join(known)}")
     other = _untested()
     if other:
         tested = " and ".join(f"{name} {number}*" for name, number in TESTED.items())
-        warnings.warn(
-            f"initopt: no meeting of ranks is left out: {other} is not what was tested ({tested})", stacklevel=4
-        )
+        _warn(f"no meeting of ranks is left out: {other} is not what was tested ({tested})")
         return ()
     return tuple(name for name in REWRITES if name in wanted and name not in off)
+
+
+def _warn(text: str) -> None:
+    """Say it on rank 0, which speaks for all, of the line that has called into initopt or TorchRec."""
+    rank = distributed.get_rank() if distributed.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        warnings.warn(f"initopt: {text}", stacklevel=caller_level("torchrec"))
 
 
 def _untested() -> str:

@@ -16,6 +16,15 @@ from initopt.record import Advised
 _WORTH = 0.01
 """Seconds that must be saved on this rank, as it looks now, for advice to be given."""
 
+_TEXT = (
+    "make its iterator here (batches = iter(loader)) and take the batches from that one later, so that its workers "
+    "load meanwhile; only if the data set, and all else that the workers read, is complete at this line"
+)
+_GENERATOR = (
+    ", and with DataLoader(..., generator=torch.Generator().manual_seed(seed)), which keeps later draws the same "
+    "wherever the iterator is made (to add it changes them once): without one it draws from torch's default generator"
+)
+
 
 class Loaders:
     """The loaders of this process, from where they are made to their first batch. Times are `time.perf_counter`."""
@@ -48,6 +57,5 @@ class Loaders:
         self._begun = None
         less = min(seconds, between)
         if less >= _WORTH and place:
-            needs = "" if own else ", with a generator= of its own: without one later draws would be others"
-            text = f"call iter() of this loader where it is made, if all that its workers read is set there{needs}"
+            text = f"{_TEXT}{'' if own else _GENERATOR}"
             self._saying.advise(Advised(text, place, {step: less}))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from initopt.hooks import caller_level
 from initopt.record import Advised, CompileCache, Optimized, Recorder, Span
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Saying:
             warnings.warn(
                 f"initopt: {name!r} of --optimize is left out here, as it failed ({text}); the script goes on without "
                 f"it, and --no-{name} switches it off",
-                stacklevel=3,
+                stacklevel=caller_level("torch", "torchrec"),
             )
 
     def _say(self, what: Optimized) -> None:

@@ -138,7 +138,7 @@ def make_fast(planner: Any) -> Any:
     with contextlib.suppress(AttributeError):
         setattr(planner, _ACCOUNT, Account(stock=(StockPart("planner", reason),) if reason else ()))
     if reason:
-        _warn.warning("initopt: the sharding planner runs as it is: %s", reason)
+        _warn.warning("the sharding planner runs as it is: %s", reason)
     else:
         if type(planner._enumerator) is EmbeddingEnumerator and enumerates_as_expected():
             planner._enumerator = FastEnumerator(planner._enumerator)
@@ -375,7 +375,7 @@ class SearchProposer(Proposer):  # type: ignore[misc]
         self._queue, self._found = [], None
         part = StockPart("search", str(reason))
         if not isinstance(reason, _Distrusted):
-            _warn.warning("initopt: the search for a sharding plan is TorchRec's own: %s", reason)
+            _warn.warning("the search for a sharding plan is TorchRec's own: %s", reason)
         self._write(Account(stock=(*account(self._planner).stock, part)))
         if isinstance(reason, _Distrusted):
             warnings.warn(

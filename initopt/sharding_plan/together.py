@@ -143,7 +143,7 @@ def _settled(own: OwnPlan, told: Sequence[_Message], agreement: Agreement) -> Sh
     if rank == 0:
         _say(own, told)
     elif own.why and told[0].plan != _NONE:
-        logger.warning("initopt: rank %d made no sharding plan: %s", rank, own.why)
+        logger.warning("rank %d made no sharding plan: %s", rank, own.why)
     plan = [own.plan]
     distributed.broadcast_object_list(plan, group_src=0, group=group)
     if plan[0] is None:
@@ -173,7 +173,7 @@ def _number(digest: bytes) -> int:
 def _say(own: OwnPlan, told: Sequence[_Message]) -> None:
     """Say on the first rank why the plan is broadcast."""
     if own.why:
-        logger.warning("initopt: the other ranks wait for rank 0's sharding plan: %s", own.why)
+        logger.warning("the other ranks wait for rank 0's sharding plan: %s", own.why)
         return
     warnings.warn(
         f"initopt: {_differs(own, told)}. Rank 0's plan is used on all ranks, as TorchRec would", stacklevel=3

@@ -113,8 +113,8 @@ def test_with_a_part_of_the_users_own_rank_0_plans_for_all() -> None:
     (one, said, planned), (other, also_said, also_planned) = fork_ranks(settled, partitioner=own_partitioner)
     assert one == other and planned and not also_planned
     assert said == [
-        "initopt: the search for a sharding plan is TorchRec's own: Mine is not TorchRec's own",
-        "initopt: the other ranks wait for rank 0's sharding plan: search: Mine is not TorchRec's own",
+        "the search for a sharding plan is TorchRec's own: Mine is not TorchRec's own",
+        "the other ranks wait for rank 0's sharding plan: search: Mine is not TorchRec's own",
     ]
     assert also_said == []
 

@@ -115,12 +115,16 @@ def test_a_start_up_that_fails_has_its_own_traceback_first_and_whole(tmp_path: P
         stock, recorded = (job.result().ranks[0] for job in jobs)
     assert stock.returncode == recorded.returncode == 1
     assert "KeyError: 'a broken row'" in stock.stderr
-    said = "initopt: the script ended without a training step, and so does its record: "
-    theirs, _, ours = recorded.stderr.partition(said)
+    theirs, _, ours = recorded.stderr.partition("initopt: ")
     assert _unnumbered(theirs) == _unnumbered(stock.stderr)
-    assert ours == f"{tmp_path / '0001'}\n"
+    [place] = re.findall(
+        r"the script ended with KeyError at (plain_trainer.py:\d+), without a training step, and so does its record: "
+        rf"{re.escape(str(tmp_path / '0001'))}\n",
+        ours,
+    )
     run = Run.latest(tmp_path)
-    assert [span.error for span in run.spans if span.name == "first_batch"] == ["", "KeyError"]
+    errors = [span.error for span in run.spans if span.name == "first_batch"]
+    assert errors == ["", f"KeyError at {place}: Caught KeyError in DataLoader worker process 0."]
 
 
 def _unnumbered(text: str) -> str:
