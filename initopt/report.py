@@ -103,7 +103,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         notes=[asdict(note) for note in run.notes],
     )
     lines = _head(run, width)
-    first = Text.assemble(f"{run.goal.capitalize()} after ", (seconds(parts.total), "bold"))
+    first = Text.assemble(f"{run.goal[:1].upper()}{run.goal[1:]} after ", (seconds(parts.total), "bold"))
     if len(finished_ranks(run)) > 1:
         first.append(f" (median rank {median}; slowest, rank {slowest}: {seconds(run.first_batch(slowest))})")
     lines += wrap(first, width)
