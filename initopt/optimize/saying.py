@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from initopt.hooks import caller_level
-from initopt.record import Advised, CompileCache, Optimized, Recorder, Span
+from initopt.record import Advised, CompileCache, Optimized, Recorder
 
 if TYPE_CHECKING:
     from initopt.table_init.fill_once import Filled
@@ -50,20 +49,7 @@ class Saying:
 
     def filled(self, tables: Filled) -> None:
         """Say when which thread filled tables."""
-        recorder = self._recorder()
-        zero = recorder.now() - time.perf_counter()
-        for worked in tables.worked:
-            span = Span(
-                "table_fill",
-                zero + worked.start,
-                zero + worked.end,
-                rank=recorder.rank,
-                lane=f"fill:{worked.thread}",
-                stage="train_module_creation",
-                cpu=worked.cpu,
-                step="dmp",
-            )
-            recorder.add(span)
+        tables.add_to(self._recorder())
 
     @contextmanager
     def costs_only(self, name: str) -> Iterator[None]:

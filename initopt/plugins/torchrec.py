@@ -242,22 +242,8 @@ class TrainerStartup(Startup):
             self.note(f"{left_out} of tables were not filled twice")
         if tables.marked:
             self.note(f"{marked} of tables were left to the checkpoint, {made} filled")
-        if self._execution is None:
-            return
-        recorder = self._execution.recorder
-        zero = recorder.now() - time.perf_counter()
-        for worked in tables.worked:
-            span = Span(
-                "table_fill",
-                zero + worked.start,
-                zero + worked.end,
-                rank=recorder.rank,
-                lane=f"fill:{worked.thread}",
-                stage="train_module_creation",
-                cpu=worked.cpu,
-                step="dmp",
-            )
-            recorder.add(span)
+        if self._execution is not None:
+            tables.add_to(self._execution.recorder)
 
     def collectives(self) -> str:
         """Return the running start-up's steps that meet other ranks, in their order, one a line."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from initopt.cores import share_of_rank
+from initopt.record import Recorder, Span
 from initopt.replaced import on_this_thread
 from initopt.table_init import philox
 from initopt.table_init.fills import Claimed, Fill, Worked, claimed, make, overlap, span
@@ -68,6 +70,22 @@ class Filled:
         unfilled, self._unfilled = self._unfilled, []
         missing = complete(unfilled, self.threads)
         return sum(count * left.fill.values.element_size() for left, count in missing.items())
+
+    def add_to(self, recorder: Recorder) -> None:
+        """Put into a record when which thread filled tables, as parts of the step `dmp`."""
+        zero = recorder.now() - time.perf_counter()
+        for worked in self.worked:
+            span = Span(
+                "table_fill",
+                zero + worked.start,
+                zero + worked.end,
+                rank=recorder.rank,
+                lane=f"fill:{worked.thread}",
+                stage="train_module_creation",
+                cpu=worked.cpu,
+                step="dmp",
+            )
+            recorder.add(span)
 
     def _make(self, fills: Sequence[Fill]) -> None:
         draws = sum(fill.draws for fill in fills)
