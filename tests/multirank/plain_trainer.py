@@ -57,7 +57,10 @@ def train(options: list[str]) -> None:
     validate(ddp)
     loader = DataLoader(Rows("fail" in options), batch_size=8, num_workers=1)
     losses = [step(ddp, optimizer, rows, wanted) for rows, wanted in loader]
-    print(json.dumps({"rank": rank, "losses": losses, "hooked": hooked(), "environment": environment()}), flush=True)
+    line = json.dumps({"rank": rank, "losses": losses, "hooked": hooked(), "environment": environment()})
+    # In one write: the ranks have one stdout, and print would make two of it.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def validate(ddp: nn.Module) -> None:

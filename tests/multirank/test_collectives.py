@@ -167,18 +167,18 @@ def waits_for_ever() -> None:
         store = dist.distributed_c10d._get_default_store()
         dist.barrier()
         if rank == 0:
-            store.wait(["inside"])
+            # By the one that goes on: it must not leave first, which would end the other's call with an error.
+            os.kill(int(store.get("inside")), signal.SIGKILL)
             store.set("done/1", "")
             return
         main = threading.get_ident()
 
-        def stop_when_inside() -> None:
+        def say_when_inside() -> None:
             while sys._current_frames()[main].f_code.co_name != "all_reduce":
                 pass
-            store.set("inside", "")
-            os.kill(os.getpid(), signal.SIGKILL)
+            store.set("inside", str(os.getpid()))
 
-        threading.Thread(target=stop_when_inside).start()
+        threading.Thread(target=say_when_inside).start()
         dist.all_reduce(torch.ones(1))
 
     _recorded(Path(os.environ["INITOPT_ROOT"]), case)

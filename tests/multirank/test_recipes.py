@@ -54,7 +54,8 @@ module = Module()
 assert sys.argv[1:] == ["--lr", "1"]
 nodes = {"accelerator": "cpu", "devices": 1, "num_nodes": int(os.environ["WORLD_SIZE"]), "strategy": "ddp"}
 pl.Trainer(max_epochs=2, callbacks=[StartUp()], **nodes, **quiet).fit(module, loader, loader)
-print(json.dumps({"local": os.environ["LOCAL_WORLD_SIZE"], "weights": module.layer.weight.tolist()}))
+found = {"local": os.environ["LOCAL_WORLD_SIZE"], "weights": module.layer.weight.tolist()}
+sys.stdout.write(json.dumps(found) + "\\n")
 """
 
 TORCHTNT = """
@@ -76,7 +77,7 @@ distributed.init_process_group("gloo")
 loader = torch.utils.data.DataLoader(torch.arange(24.0).reshape(8, 3), batch_size=2)
 unit = Unit(module=torch.nn.Linear(3, 1), device=torch.device("cpu"))
 train(unit, loader, max_epochs=2, callbacks=[StartUp()])
-print(json.dumps({"local": os.environ["LOCAL_WORLD_SIZE"]}))
+sys.stdout.write(json.dumps({"local": os.environ["LOCAL_WORLD_SIZE"]}) + "\\n")
 distributed.destroy_process_group()
 """
 
