@@ -28,11 +28,12 @@ class Optimization:
 
 
 TABLE = (
+    Optimization("gc", "garbage is collected less often, above all during the imports", "the imports"),
+    Optimization("rendezvous", "the job's store is reached during the imports", "the end of `import torch`"),
     Optimization("plan", "the sharding plan is made on every rank, and compared", "a sharding planner", together=True),
     Optimization("eliminate", "meetings of ranks are left out", "DistributedModelParallel", together=True),
     Optimization("fill-once", "tables are filled once", "DistributedModelParallel"),
     Optimization("compile", "compiled code is kept, and shared by the ranks of a host", "the first compile"),
-    Optimization("rendezvous", "the job's store is reached during the imports", "the end of `import torch`"),
 )
 """All that is applied, in the order in which a trainer comes to it."""
 

@@ -103,6 +103,8 @@ class WatchedRun:
         if self._imports is not None:
             self._imports.imported = self._imported
         self._recorder.__enter__()
+        if self._optimizing is not None:
+            self._optimizing.begin()
         before = self._asked.spent if self._asked.program == self._pid else 0.0
         self._recorder.spent(before + time.thread_time() - entered)
 
@@ -322,12 +324,13 @@ class WatchedRun:
 
     def _imported(self, module: str) -> None:
         # Called for each of thousands of modules, of which a few are of interest.
-        if self._optimizing is None and not self._hooks.wants(module):
+        optimizing = self._optimizing if self._optimizing is not None and self._optimizing.wants(module) else None
+        if optimizing is None and not self._hooks.wants(module):
             return
         with self._fail_safe():
             self._hooks.imported(module)
-            if self._optimizing is not None and not self._done:
-                self._optimizing.imported(module)
+            if optimizing is not None and not self._done:
+                optimizing.imported(module)
 
     def _imports_end(self) -> None:
         """The program goes on from its imports to something else."""
@@ -339,6 +342,8 @@ class WatchedRun:
             time_, cpu = time.perf_counter(), time.thread_time()
         self._recorder.imports_ended(time_, cpu)
         self._between.begins(Moment(time_, cpu))
+        if self._optimizing is not None:
+            self._optimizing.imports_ended()
 
     def _found_between(self, name: str, start: Moment, end: Moment, error: str) -> None:
         stage = "train_module_creation" if name == "model" else None

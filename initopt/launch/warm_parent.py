@@ -28,6 +28,7 @@ from initopt.launch.leftovers import SHIELDED, threads
 from initopt.launch.own_state import EnvironmentUse, Generators, tell_known
 from initopt.launch.settings import Settings, changed_variables, make_at_imports
 from initopt.launch.wire import receive, send
+from initopt.thresholds import WHILE_IMPORTING, Thresholds
 
 GRACE = 30.0
 """Seconds that ranks get to end by themselves when the agent is gone: torchelastic's own default."""
@@ -64,6 +65,8 @@ def main() -> None:
         except OSError:
             os._exit(1)  # nobody is there
 
+    collector = Thresholds()
+    collector.set(WHILE_IMPORTING, *collector.before[1:])
     with EnvironmentUse() as use, leaving.heard(lambda how: tell({"left": how})):
         found = import_first(
             script,
@@ -83,6 +86,7 @@ def main() -> None:
         os._exit(0)
     # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
     gc.freeze()
+    collector.give_back()
     _Parent(control, start, use, handlers).fork_ranks()
     generators.fork()
     make_at_imports(found.changes)

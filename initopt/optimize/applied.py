@@ -19,12 +19,16 @@ from initopt.hooks import drop_own_frames
 from initopt.optimizations import TABLE, enabled
 from initopt.optimize.compiled import CompiledOnce
 from initopt.optimize.eliminate import eliminate
+from initopt.optimize.garbage import Garbage
 from initopt.optimize.loaders import Loaders
 from initopt.optimize.plan import Plan
 from initopt.optimize.rendezvous import EarlyStore
 from initopt.optimize.saying import Saying
 from initopt.optimize.tables import filled_once
 from initopt.optimize.together import Together
+
+_COMPILES = "torch._dynamo.callback"
+"""The module that tells of compiles."""
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -47,13 +51,28 @@ class Optimizing:
         self._compiled = CompiledOnce(script, root, saying) if "compile" in self._on else None
         early = "rendezvous" in self._on and is_script
         self._early = EarlyStore(saying) if early else None
+        self._garbage = Garbage(saying) if "gc" in self._on else None
+
+    def begin(self) -> None:
+        """The process begins, and with it its imports."""
+        if self._garbage is not None:
+            self._garbage.begin()
+
+    def imports_ended(self) -> None:
+        """The program goes on from its imports to something else."""
+        if self._garbage is not None:
+            self._garbage.imports_ended()
+
+    def wants(self, module: str) -> bool:
+        """Whether something may begin when this module was imported."""
+        return module in ("torch", _COMPILES)
 
     def imported(self, module: str) -> None:
-        """A module was imported: something may begin now."""
+        """It was: begin."""
         if self._early is not None and module == "torch":
             with self._saying.costs_only("rendezvous"):
                 self._early.begin()
-        if self._compiled is not None and module == "torch._dynamo.callback":
+        if self._compiled is not None and module == _COMPILES:
             with self._saying.costs_only("compile"):
                 self._compiled.watch(sys.modules[module])
 
@@ -94,6 +113,7 @@ class Optimizing:
             "eliminate": "no DistributedModelParallel was made",
             "fill-once": "no DistributedModelParallel was made",
             "compile": "nothing was compiled before the first training step had ended",
+            "gc": "this process was forked from one that had done its imports",
             "rendezvous": "the job's store is not torchrun's, or no process group was made of it",
         }
         for name, why in unused.items():
@@ -109,6 +129,8 @@ class Optimizing:
             self._compiled.end()
         if self._early is not None:
             self._early.end()
+        if self._garbage is not None:
+            self._garbage.end()
 
     def _dmp(self, kind: str, *args: Any, **kwargs: Any) -> None:
         """Make one of the kind, which is the name of a class of TorchRec."""
