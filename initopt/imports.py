@@ -178,6 +178,8 @@ class Recording:
         """Which step, on which lane, the calling thread is in."""
         self.imported: Callable[[str], None] = _nobody
         """Told the name of each module that was executed, before whoever imports it goes on. Must not raise."""
+        self.outermost: Callable[[bool], None] = _never
+        """Told True when the main thread begins an import outside of any other, False when that has ended. As above."""
         self.last = 0.0, 0.0
         """When the main thread was last done with an import: `time.perf_counter`, and its CPU seconds."""
         self.watched = used and sys.getprofile() is None
@@ -264,6 +266,8 @@ class Recording:
             module.step, module.lane = self.step_here()
         else:
             module.step, module.lane = outer.step, outer.lane
+        if outer is None and threading.current_thread() is threading.main_thread():
+            self.outermost(True)
         stack.append(module)
         module.cpu = time.thread_time()
         module.start = time.perf_counter()
@@ -276,6 +280,7 @@ class Recording:
         stack.pop()
         if not stack and threading.current_thread() is threading.main_thread():
             self.last = module.start + module.took, module.cpu + module.took_cpu
+            self.outermost(False)
         if stack:
             stack[-1].inner += module.took
             stack[-1].inner_cpu += module.took_cpu
@@ -316,6 +321,10 @@ class Recording:
 
 def _nobody(module: str) -> None:
     """Who is told of imports where nobody wants to know."""
+
+
+def _never(begins: bool) -> None:
+    """Who is told of outermost imports where nobody wants to know."""
 
 
 def _nothing(loader: Any, subject: Any) -> None:

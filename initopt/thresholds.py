@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 
-WHILE_IMPORTING = 100_000
+WHILE_IMPORTING = 500_000
 """New objects at which garbage is collected while modules are imported. Python's own threshold is 700 or 2,000."""
 
 

@@ -102,9 +102,9 @@ class WatchedRun:
         self._anew()
         if self._imports is not None:
             self._imports.imported = self._imported
+            if self._optimizing is not None:
+                self._imports.outermost = self._optimizing.outermost_import
         self._recorder.__enter__()
-        if self._optimizing is not None:
-            self._optimizing.begin()
         before = self._asked.spent if self._asked.program == self._pid else 0.0
         self._recorder.spent(before + time.thread_time() - entered)
 
@@ -364,7 +364,7 @@ class WatchedRun:
             libraries = ", ".join(f"{name} {version}" for name, version in self._hooks.unknown.items())
             self._recorder.note(f"{libraries}: not a version that is known, so its steps were not looked for")
         if self._imports is not None:
-            self._imports.imported = _nobody
+            self._imports.imported, self._imports.outermost = _nobody, _nobody
         if current_recorder() is self._recorder:
             self._recorder.__exit__(None, None, None)
         self._watching.close()
@@ -547,5 +547,5 @@ def _say(text: str) -> None:
     print(f"initopt: {text}", file=sys.stderr)
 
 
-def _nobody(module: str) -> None:
+def _nobody(_: object) -> None:
     """Who is told of imports once nothing is watched."""

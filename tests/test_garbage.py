@@ -6,6 +6,7 @@ import ast
 import gc
 import json
 import multiprocessing
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from tests.test_optimize import Said
 from tests.test_run import python, script, without_ours
 
 TRAINER = """
-import gc, os
-shown = [gc.get_threshold()]
+import gc
 import torch
-shown.append(gc.get_threshold())
+import while_imported
+shown = [while_imported.THRESHOLDS, gc.get_threshold(), len(gc.get_objects(0)) + len(gc.get_objects(1)) < 10_000]
 model = torch.nn.Sequential(torch.nn.Linear(2, 1))
 shown.append(gc.get_threshold())
 optimizer = torch.optim.SGD(model.parameters())
@@ -49,35 +50,85 @@ def garbage() -> tuple[Garbage, Said]:
     return Garbage(said), said
 
 
-def test_a_trainer_s_collector_is_as_before_after_its_first_step_and_in_its_workers(tmp_path: Path) -> None:
-    done = python(tmp_path, "-m", "initopt.run", "--optimize", script(tmp_path, TRAINER))
+@pytest.mark.parametrize("options", [["--optimize"], [], ["--optimize", "--no-gc"]])
+def test_a_trainer_s_collector_is_as_before_after_its_first_step_and_in_its_workers(
+    options: list[str], tmp_path: Path
+) -> None:
+    script(tmp_path, "import gc\nTHRESHOLDS = gc.get_threshold()", "while_imported.py")
+    done = python(tmp_path, "-m", "initopt.run", *options, script(tmp_path, TRAINER))
     assert done.returncode == 0 and without_ours(done.stderr) == "", done.stderr
     worker, own = done.stdout.splitlines()
-    shown = ast.literal_eval(own.rpartition(" ")[0])
-    young, middle, _ = DEFAULT
-    assert shown == [(WHILE_IMPORTING, middle, OLD)] * 2 + [(young, middle, OLD), DEFAULT]
-    assert ast.literal_eval(worker) == DEFAULT
-    (said,) = [one for one in Run.latest(tmp_path / ".initopt").optimized if one.name == "gc"]
-    assert said.applied and f"times during the imports, at {WHILE_IMPORTING:,} new objects each" in said.text
+    imported, since, _, started, trained = ast.literal_eval(own.rpartition(" ")[0])
+    young, middle, old = DEFAULT
+    ours = options == ["--optimize"]
+    assert imported == ((WHILE_IMPORTING, middle, old) if ours else DEFAULT)
+    assert started == ((young, middle, OLD) if ours else DEFAULT)
+    assert since == trained == ast.literal_eval(worker) == DEFAULT
+    told = [one for one in Run.latest(tmp_path / ".initopt").optimized if one.name == "gc"]
+    assert [one.applied for one in told] == ([True] if ours else [False] if options else [])
 
 
-def test_recorded_only_or_with_the_word_it_stays_as_it_is(tmp_path: Path) -> None:
-    name = script(tmp_path, TRAINER.replace(", num_workers=1, worker_init_fn=show", ""))
-    for options in ([], ["--optimize", "--no-gc"]):
-        done = python(tmp_path, "-m", "initopt.run", *options, name)
-        assert ast.literal_eval(done.stdout.rpartition(" ")[0]) == [DEFAULT] * 4
+def test_what_was_imported_counts_as_old_and_what_was_dropped_before_is_gone() -> None:
+    class Node:
+        pass
+
+    collector, _ = garbage()
+    gc.disable()
+    dropped = Node()
+    dropped.itself = dropped  # type: ignore[attr-defined]
+    gone = weakref.ref(dropped)
+    del dropped
+    gc.enable()
+    collector.outermost_import(True)
+    assert gone() is None
+    kept = Node()
+    collector.outermost_import(False)
+    assert any(one is kept for one in gc.get_objects(2))
+    assert gc.get_freeze_count() == 0
 
 
-def test_what_the_script_sets_stays() -> None:
+def test_what_the_script_has_frozen_stays_so() -> None:
+    collector, _ = garbage()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        collector.outermost_import(True)
+        collector.outermost_import(False)
+        # Some of it may be gone meanwhile.
+        assert frozen * 0.9 < gc.get_freeze_count() <= frozen
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_the_script_sets_stays(inside: bool) -> None:
     collector, said = garbage()
-    collector.begin()
+    collector.outermost_import(True)
+    if not inside:
+        collector.outermost_import(False)
     gc.set_threshold(5, 6, 7)
+    now = gc.get_threshold()
+    collector.outermost_import(not inside)
     collector.imports_ended()
     collector.end()
-    assert gc.get_threshold()[:2] == (5, 6)
+    assert gc.get_threshold() == now
     assert [(one.applied, one.text) for one in said.all] == [  # type: ignore[union-attr]
-        (False, f"the script has set the collector to {gc.get_threshold()}")
+        (False, f"the script has set the collector's thresholds to {now}")
     ]
+
+
+def test_a_script_that_runs_while_it_is_imported_is_not_imports_any_more() -> None:
+    collector, said = garbage()
+    collector.outermost_import(True)
+    collector.imports_ended()
+    young, middle, _ = DEFAULT
+    assert gc.get_threshold() == (young, middle, OLD)
+    collector.outermost_import(False)
+    collector.outermost_import(True)
+    assert gc.get_threshold() == (young, middle, OLD)
+    collector.end()
+    assert gc.get_threshold() == DEFAULT
+    assert [one.applied for one in said.all] == [True]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("how", ["off", "never", "rarely"])
@@ -85,7 +136,7 @@ def test_a_collector_that_was_set_up_before_is_left_alone(how: str) -> None:
     {"off": gc.disable, "never": lambda: gc.set_threshold(0), "rarely": lambda: gc.set_threshold(10**6)}[how]()
     before = gc.get_threshold(), gc.isenabled()
     collector, said = garbage()
-    collector.begin()
+    collector.outermost_import(True)
     assert (gc.get_threshold(), gc.isenabled()) == before
     collector.imports_ended()
     collector.end()
@@ -100,7 +151,7 @@ def _thresholds(out: multiprocessing.SimpleQueue[str]) -> None:
 
 def test_a_process_that_is_forked_meanwhile_has_them_as_before() -> None:
     collector, _ = garbage()
-    collector.begin()
+    collector.outermost_import(True)
     context = multiprocessing.get_context("fork")
     out = context.SimpleQueue()
     child = context.Process(target=_thresholds, args=(out,))

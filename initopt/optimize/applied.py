@@ -53,10 +53,10 @@ class Optimizing:
         self._early = EarlyStore(saying) if early else None
         self._garbage = Garbage(saying) if "gc" in self._on else None
 
-    def begin(self) -> None:
-        """The process begins, and with it its imports."""
+    def outermost_import(self, begins: bool) -> None:
+        """The main thread begins an import outside of any other, or has ended it."""
         if self._garbage is not None:
-            self._garbage.begin()
+            self._garbage.outermost_import(begins)
 
     def imports_ended(self) -> None:
         """The program goes on from its imports to something else."""
@@ -113,7 +113,7 @@ class Optimizing:
             "eliminate": "no DistributedModelParallel was made",
             "fill-once": "no DistributedModelParallel was made",
             "compile": "nothing was compiled before the first training step had ended",
-            "gc": "this process was forked from one that had done its imports",
+            "gc": "the script has set the collector's thresholds",
             "rendezvous": "the job's store is not torchrun's, or no process group was made of it",
         }
         for name, why in unused.items():

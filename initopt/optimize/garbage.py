@@ -1,8 +1,9 @@
 """`gc`: garbage is collected less often until the first training step, above all while modules are imported.
 
-While the program imports, a collection waits for many more new objects. From its imports to its first training step
-young objects are collected as ever, and old ones, all that was imported among them, are not walked through. Then the
-collector is as it was. Garbage is found later; nothing else changes. Thresholds that the program sets itself stay.
+While the main thread imports, a collection waits for many more new objects; what was imported then counts as old, so
+that no collection of young objects walks through it. From its imports to its first training step one of old objects
+waits longer. Then the collector is as it was. Garbage is found later; nothing else changes. Thresholds that the program
+sets itself stay.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from initopt.thresholds import WHILE_IMPORTING, Thresholds
 
 NAME = "gc"
 
-OLD = 1_000
+OLD = 100
 """Collections of the second generation until one of all generations may begin. Python's own threshold is 10."""
 
 _active: Thresholds | None = None
@@ -27,45 +28,57 @@ class Garbage:
 
     def __init__(self, saying: Saying) -> None:
         self._saying = saying
-        self._thresholds: Thresholds | None = None
-        self._ran = 0
+        self._thresholds = Thresholds()
+        self._on = self._may()
 
-    def begin(self) -> None:
-        """The process begins, and with it the imports."""
-        global _active, _at_fork
-        thresholds = Thresholds()
-        young, middle, old = thresholds.before
-        if not gc.isenabled() or not 0 < young <= WHILE_IMPORTING or old > OLD:
-            state = "on" if gc.isenabled() else "off"
-            self._saying.left(NAME, f"before the script began the collector was {state}, at {thresholds.before}")
+    def outermost_import(self, begins: bool) -> None:
+        """The main thread begins an import outside of any other, or has ended it."""
+        if not self._on:
             return
-        self._ran = _runs()
-        thresholds.set(WHILE_IMPORTING, middle, OLD)
-        self._thresholds = _active = thresholds
+        if begins:
+            # What the script has dropped is not to wait for a collection of old objects.
+            gc.collect(1)
+            self._set(WHILE_IMPORTING, *self._thresholds.before[1:])
+            return
+        self._set(*self._thresholds.before)
+        if self._on and not gc.get_freeze_count():
+            # Moves all objects to the oldest generation, without a look at them.
+            gc.freeze()
+            gc.unfreeze()
+
+    def imports_ended(self) -> None:
+        """The program goes on from its imports to something else."""
+        if self._on:
+            young, middle, _ = self._thresholds.before
+            self._set(young, middle, OLD)
+            if self._on:
+                text = f"garbage was collected at {WHILE_IMPORTING:,} new objects during the imports, not at {young:,}"
+                self._saying.applied(NAME, text, place="")
+            self._on = False
+
+    def end(self) -> None:
+        """Leave the collector as it was."""
+        self._thresholds.give_back()
+        self._on = False
+
+    def _set(self, *thresholds: int) -> None:
+        global _active, _at_fork
+        self._on = self._thresholds.set(*thresholds)
+        if not self._on:
+            self._saying.left(NAME, f"the script has set the collector's thresholds to {gc.get_threshold()}")
+            return
+        _active = self._thresholds
         if not _at_fork:
             _at_fork = True
             os.register_at_fork(after_in_child=_give_back)
 
-    def imports_ended(self) -> None:
-        """The program goes on from its imports to something else."""
-        if self._thresholds is None:
-            return
-        young, middle, _ = self._thresholds.before
-        if not self._thresholds.set(young, middle, OLD):
-            self._saying.left(NAME, f"the script has set the collector to {gc.get_threshold()}")
-            return
-        ran = f"{_runs() - self._ran} times during the imports, at {WHILE_IMPORTING:,} new objects each"
-        self._saying.applied(NAME, f"garbage was collected {ran}", place="")
-
-    def end(self) -> None:
-        """Leave the collector as it was."""
-        if self._thresholds is not None:
-            self._thresholds.give_back()
-            self._thresholds = None
-
-
-def _runs() -> int:
-    return sum(generation["collections"] for generation in gc.get_stats())
+    def _may(self) -> bool:
+        young, _, old = self._thresholds.before
+        if gc.isenabled() and 0 < young <= WHILE_IMPORTING and old <= OLD:
+            return True
+        state = "on" if gc.isenabled() else "off"
+        self._saying.left(NAME, f"before the script began the collector was {state}, at {self._thresholds.before}")
+        return False
 
 
 def _give_back() -> None:
