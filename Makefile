@@ -47,13 +47,15 @@ clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks build dist
 
 # torchrec asks for the CUDA build of fbgemm-gpu, which does not load without CUDA: it is installed without its needs, and
-# requirements-cpu.txt brings the CPU build and the rest of them.
+# requirements-cpu.txt brings the CPU build and the rest of them. What pip installs it also compiles, but not what is
+# editable: where Python may write no byte code, every process of a measurement would compile initopt anew.
 $(READY): requirements-cpu.txt pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "initopt needs Python 3.10 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.9.2
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m compileall -q initopt
 	$(MAKE) --no-print-directory .venv/browser/chromium || echo 'no Chromium: tests of the HTML report are skipped' >&2
 	touch $@
 
