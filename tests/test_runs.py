@@ -157,6 +157,14 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_their_meetings(tmp_path: Pat
     assert run.warnings == ()
 
 
+@pytest.mark.parametrize("op", ["store.barrier", "monitored_barrier", "reduce_scatter"])
+def test_clocks_are_aligned_by_whatever_all_leave_together(tmp_path: Path, op: str) -> None:
+    write(tmp_path / "0001", header(0, clock="a"), [meet(op, 1.0, 2.0)])
+    write(tmp_path / "0001", header(1, clock="b", start=1050.0), [meet(op, 1.5, 2.0)])
+    run = Run.load(tmp_path / "0001")
+    assert run.zero == {0: 0.0, 1: 0.0} and run.warnings == ()
+
+
 def test_a_host_is_aligned_through_another_one(tmp_path: Path) -> None:
     def on(group: str, **about: Any) -> Span:
         return replace(meet("barrier", 1.0, 2.0), group=group, **about)

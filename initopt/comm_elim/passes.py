@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from initopt.chain import finished_ranks, median_rank
-from initopt.comm_elim.drop import BARRIERS, drop
+from initopt.comm_elim.drop import drop
 from initopt.comm_elim.findings import Finding, at, calls_in, kept
 from initopt.comm_elim.fuse import fuse
 from initopt.comm_elim.local import local
@@ -16,6 +16,7 @@ from initopt.comm_elim.resimulate import Resimulation, call_of
 from initopt.comm_elim.reuse import reuse
 from initopt.comm_elim.timeline import MAKES_GROUP, Met, Problem, timeline
 from initopt.comm_elim.verify_once import verify_once
+from initopt.hooks import BARRIERS
 from initopt.runs import Run
 
 Pass = Callable[[Program], list[Finding]]

@@ -15,13 +15,13 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from initopt.comm_elim.drop import TOGETHER
 from initopt.comm_elim.findings import Finding
 from initopt.comm_elim.passes import settled
 from initopt.comm_elim.program import Program
 from initopt.comm_elim.resimulate import Call, Resimulation, call_of
 from initopt.comm_elim.timeline import Met, timeline
 from initopt.graph import Graph, Step
+from initopt.hooks import LEFT_TOGETHER
 from initopt.runs import Run
 from tests.comm_elim.recorded import OWN, TABLES, Script
 
@@ -203,7 +203,7 @@ def steps(draw: st.DrawFn) -> list[Doing]:
         early, late = draw(st.permutations(GROUPS[group]))[:2]
         written = add("file", group, early)
         behind = add("barrier", group, early, written)
-        op = draw(st.sampled_from(["", "barrier", "all_reduce", "broadcast"]))
+        op = draw(st.sampled_from(["", "barrier", "all_reduce", "reduce_scatter_tensor", "broadcast"]))
         if op:
             other = draw(st.sampled_from([group, group, *sorted(GROUPS)]))
             root = draw(st.sampled_from(GROUPS[other]))
@@ -238,7 +238,7 @@ def orders(does: list[Doing], gone: set[str]) -> set[tuple[str, str]]:
 def _joins(met: Doing, early: int, late: int) -> bool:
     """Whether `late` leaves the meeting after `early` has come to it."""
     both = {early, late} <= set(GROUPS[met.group])
-    return both and (met.op in TOGETHER or (met.op == "broadcast" and met.root == early))
+    return both and (met.op in LEFT_TOGETHER or (met.op == "broadcast" and met.root == early))
 
 
 @settings(max_examples=300)
