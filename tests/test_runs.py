@@ -184,6 +184,14 @@ def test_a_host_without_a_common_meeting_keeps_its_wall_clock_and_is_named(tmp_p
     assert len(run.warnings) == 1 and "host-b (rank 1)" in run.warnings[0]
 
 
+def test_an_older_record_says_nothing_of_meetings_left_out(tmp_path: Path) -> None:
+    note = {"kind": "note", "text": "1 meeting of ranks was left out (1 by plan)", "step": "dmp"}
+    said = {"kind": "optimized", "name": "eliminate", "applied": True, "text": "as above", "place": "a.py:1"}
+    write(tmp_path / "0001", header(0, 1), [], note, said, TRAILER)
+    run = Run.load(tmp_path / "0001")
+    assert [one.left_out for one in (*run.notes, *run.optimized)] == [(), ()]
+
+
 def test_a_rank_without_a_file_is_listed(tmp_path: Path) -> None:
     write(tmp_path / "0001", header(1, 4), [])
     assert Run.load(tmp_path / "0001").missing_ranks == (0, 2, 3)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from initopt.chain import finished_ranks
+from initopt.comm_elim.left_out import left_out
 from initopt.compile_cache import board, instruction_sets
 from initopt.optimizations import NAMES
 from initopt.optimize import compiled
@@ -66,6 +67,7 @@ def test_the_training_is_the_same_with_fewer_meetings(kind: str, tmp_path: Path)
             assert len(now) <= 3 < len(was)
             assert "sharding plan" in told["plan", True]
             assert "by ddp_sync" in told["eliminate", True]
+            assert "ddp_sync" in {one.name for one in left_out(after)}
     if kind == "default plan":
         # One rank has the large table.
         assert sorted(one.fills for one in stock) == sorted(one.fills for one in recorded) == [0, 2]
