@@ -54,11 +54,11 @@ def find(run: Run) -> Found:
         why = "the ranks did not meet in one order (initopt verify)"
         said = [kept(name, meetings, why) for name, meetings in _by_call(program.meetings)]
         return Found(tuple(_named(said)), 0.0, rank, line.problems)
-    findings = [*settled(program)]
-    simulation = Resimulation(run)
-    findings = [replace(one, saving=simulation.saving(_gone([one]))) for one in findings]
+    findings = settled(program)
+    *each, together = Resimulation(run).savings([*(_gone([one]) for one in findings), _gone(findings)])
+    findings = [replace(one, saving=saving) for one, saving in zip(findings, each, strict=True)]
     findings.sort(key=lambda one: (-one.saving, one.verdict == "keep", -one.took(rank), one.meetings[0].call.start))
-    return Found(tuple(_named(findings)), simulation.saving(_gone(findings)), rank)
+    return Found(tuple(_named(findings)), together, rank)
 
 
 def settled(program: Program) -> list[Finding]:
