@@ -176,10 +176,10 @@ Cached = Literal["hit", "miss", "bypass", ""]
 class Compiled:
     """One turn of torch's compiler: a frame that it traced and compiled, or tried to. Times are seconds.
 
-    `name` is the function with its class, `place` its `file:line`, `compile_id` torch's own number (`0/1`: frame 0, for
-    the second time). `start` and `end` are as in a `Span`; the stages exclude each other: `dynamo` is tracing and
-    guards, `aot_autograd` the joint graph, its cases and its cache, `backend` inductor, and of that `code_gen` the
-    code and its C++ compiler. They add up to a little less than `end - start`.
+    `name` is the function with its class (without it on Python 3.10), `place` its `file:line`, `compile_id` torch's own
+    number (`0/1`: frame 0, for the second time). `start` and `end` are as in a `Span`; the stages exclude each other:
+    `dynamo` is tracing and guards, `aot_autograd` the joint graph, its cases and its cache, `backend` inductor, and of
+    that `code_gen` the code and its C++ compiler. They add up to a little less than `end - start`.
 
     `direction` says what was compiled: a backward graph mostly comes late, in a turn of its own. `operations` counts
     those of the graph that Dynamo made; 0 where it made none.
