@@ -540,7 +540,10 @@ def _places(op: str, function: Callable[..., Any]) -> dict[str, int]:
 
 
 def drop_frame(raised: BaseException) -> None:
-    """Take the frame that has just caught `raised` out of its traceback. With a bare `raise` it doesn't come back."""
+    """Take the frame that has just caught `raised` out of its traceback. With a bare `raise` it doesn't come back.
+
+    On Python 3.10 it does: there the interpreter raises with the traceback that it had when it was caught.
+    """
     trace = raised.__traceback__
     if trace is not None:
         raised.__traceback__ = trace.tb_next
