@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from initopt.failure import first_line
 from initopt.hooks import caller_level
 from initopt.record import Advised, CompileCache, Optimized, Recorder
 
@@ -60,7 +61,7 @@ class Saying:
         try:
             yield
         except Exception as error:
-            text = f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+            text = first_line(error)
             with suppress(Exception):
                 self.left(name, f"it failed with {text}")
             warnings.warn(
