@@ -78,9 +78,9 @@ class Resimulation:
         some = set().union(*choices)
         if not self._last or not some:
             return [0.0] * len(choices)
-        most = _Most(self._events, self._order, self._times(set()), self._times(some), some)
+        reduced = _Reduced(self._events, self._order, self._times(set()), self._times(some), some)
         ends = {place: self._zero(rank) for rank, place in self._last.items()}
-        return [saved / _TICKS for saved in most.savings(ends, choices)]
+        return [saved / _TICKS for saved in reduced.savings(ends, choices)]
 
     def _zero(self, rank: int) -> int:
         return round(self._run.zero[rank] * _TICKS)
@@ -216,7 +216,7 @@ class _Node:
     arrival: list[_After] = field(default_factory=list)
 
 
-class _Most:
+class _Reduced:
     """The part of a start-up that says how much is saved, for any choice among some calls.
 
     An event comes no later than with all calls (`whole`) and no sooner than without any of these (`least`). So what is
@@ -252,6 +252,7 @@ class _Most:
         """Ticks by which the last of `ends` is sooner, each counted from its own zero, for each choice."""
         last = max(self._whole[place] - zero for place, zero in ends.items())
         floor = max(self._least[place] - zero for place, zero in ends.items())
+        earliest = min(self._least)
         after = [(*self._of[place], zero) for place, zero in ends.items() if self._whole[place] - zero > floor]
         first = {node.call: number for number, node in reversed(list(enumerate(self._nodes)))}
         saved = []
@@ -261,7 +262,7 @@ class _Most:
             for number in range(min((first[call] for call in gone if call in first), default=len(times)), len(times)):
                 node = self._nodes[number]
                 # An arrival that is a number is in the floors of what comes after it.
-                value, needed = (0, node.arrival) if node.call in gone else (node.floor, node.after)
+                value, needed = (earliest, node.arrival) if node.call in gone else (node.floor, node.after)
                 for at, ticks in needed:
                     if times[at] + ticks > value:
                         value = times[at] + ticks
