@@ -46,7 +46,7 @@ def trained(sharding: str, eliminate: Any = True, change: Any = None, **options:
     meetings = Counter(span.op for span in mine if span.step in ("sharding_plan", "dmp"))
     notes = [note.text for note in run.notes if note.step == "dmp"]
     # By the lowest rank whose record is there by now.
-    assert bool(left_out(run)) == any("were left out" in note.text for note in run.notes)
+    assert bool(left_out(run)) == any("left out (" in note.text for note in run.notes)
     assert all(f"{one.count} by {one.name}" in "".join(notes) and one.place == "dmp" for one in left_out(run))
     said = [str(one.message) for one in caught if "initopt: " in str(one.message)]
     return trained_state(ready.model, ready.optimizer, losses), dict(meetings), notes, said
