@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.demo import TRAINERS
+from benchmarks.results_page import made_on, ratio, table
 from benchmarks.trainers import criteo
 from initopt import Run, bench, contain
 from initopt.record import run_root
@@ -87,9 +88,7 @@ def row(ranks: int, pairs: Sequence[tuple[Start, Start]]) -> str:
     for name in ("imports", "cpu", "first_batch", "restart"):
         values = [(getattr(stock, name), getattr(mine, name)) for stock, mine in pairs]
         medians = [bench.Spread.of(side).median for side in zip(*values, strict=True)]
-        ratio = bench.Spread.of(stock / mine for stock, mine in values)
-        cells += [f"{medians[0]:.1f} -> {medians[1]:.1f}"]
-        cells += [f"{ratio.median:.2f} ({ratio.min:.2f} ... {ratio.max:.2f})"]
+        cells += [f"{medians[0]:.1f} -> {medians[1]:.1f}", ratio(stock / mine for stock, mine in values)]
     states = {start.digests for pair in pairs for start in pair}
     cells.append("identical" if len(states) == 1 and len(states.pop()) == ranks else "DIFFERENT")
     return f"| {' | '.join(cells)} |"
@@ -123,26 +122,21 @@ def main() -> None:
     rows = [row(ranks, done) for ranks, done in pairs.items()]
     if chosen.save is not None:
         chosen.save.write_text(_page(rows, Run.latest(root), time.monotonic() - began, chosen.ranks, chosen.rounds))
-    print("\n".join(_table(rows)))
-
-
-def _table(rows: Sequence[str]) -> list[str]:
-    return [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *rows]
+    print("\n".join(table(COLUMNS, rows)))
 
 
 def _page(rows: Sequence[str], last: Run, seconds: float, ranks: Sequence[int], rounds: int) -> str:
-    header = last.headers[min(last.headers)]
-    versions = ", ".join(f"{name} {version}" for name, version in (header.versions or {}).items())
+    machine, versions = made_on(last)
     lines = (
         "# What imports cost, torchrun against `initopt launch`",
         "",
         f"`python -m benchmarks.bench_launch --save --ranks {' '.join(map(str, ranks))} --rounds {rounds}`,",
-        f"one call of {seconds / 60:.1f} minutes on one host of {header.cores} cores,",
-        f"{versions}.",
+        f"one call of {seconds / 60:.1f} minutes on {machine}",
+        versions,
         "Medians torchrun -> launch, ratios of pairs with their range. Nothing is emulated. What each column is says",
         "[bench_launch.py](../bench_launch.py). State: the digests of all trained state, of all starts and restarts.",
         "",
-        *_table(rows),
+        *table(COLUMNS, rows),
         "",
         "`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is set on both sides: with torch's default, restarted ranks may find",
         "addresses of the last attempt in the agent's store, and gloo then ends in `connectFullMesh failed`, under",

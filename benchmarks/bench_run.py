@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.results_page import made_on, ratio, table
 from benchmarks.trainers import criteo
 from initopt import Run, bench, contain
 from initopt.record import FIRST_STEP, run_root
@@ -121,10 +122,8 @@ def row(name: str, rounds: Sequence[dict[str, Start]]) -> str:
         stock = [getattr(one["stock"], time_) for one in rounds]
         cells.append(f"{bench.Spread.of(stock).median:.2f}")
         for way in ("recorded", "optimized"):
-            ratio = bench.Spread.of(
-                theirs / ours for ours, theirs in zip((getattr(one[way], time_) for one in rounds), stock, strict=True)
-            )
-            cells.append(f"{ratio.median:.2f} ({ratio.min:.2f} ... {ratio.max:.2f})")
+            ours = [getattr(one[way], time_) for one in rounds]
+            cells.append(ratio(theirs / mine for theirs, mine in zip(stock, ours, strict=True)))
     said = {start.said for one in rounds for start in one.values()}
     cells.append("identical" if len(said) == 1 else "DIFFERENT")
     return f"| {' | '.join(cells)} |"
@@ -178,26 +177,21 @@ def main() -> None:
 
 
 def _page(rows: Sequence[Sequence[str]], last: Run) -> str:
-    header = last.headers[min(last.headers)]
-    versions = ", ".join(f"{name} {version}" for name, version in (header.versions or {}).items())
+    machine, versions = made_on(last)
     lines = (
         "# Real trainers, untouched, with `initopt.run`",
         "",
-        f"`python -m benchmarks.bench_run --save`, {RANKS} ranks on one host of {header.cores} cores,",
-        f"{versions}.",
+        f"`python -m benchmarks.bench_run --save`, {RANKS} ranks on {machine}",
+        versions,
         "Medians of the trainer as it is, then stock / recorded and stock / optimized: medians of rounds with their",
         "range. No delay is emulated; the large packages that `easyrec` imports and does not use stand for others.",
         "What each column is says [bench_run.py](../bench_run.py).",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---" * len(COLUMNS) + "|",
-        *(measured for measured, _ in rows),
+        *table(COLUMNS, (measured for measured, _ in rows)),
         "",
         "What became of each optimization, on rank 0 of the last start:",
         "",
-        "| trainer | applied | left as it is |",
-        "|---|---|---|",
-        *(said for _, said in rows),
+        *table(("trainer", "applied", "left as it is"), (said for _, said in rows)),
     )
     return "\n".join(lines) + "\n"
 

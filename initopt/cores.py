@@ -13,8 +13,13 @@ def cores() -> int:
 
 def share_of_rank() -> int:
     """Return how many of them are this rank's, when the ranks of its host (LOCAL_WORLD_SIZE) may all run on them."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, cores() // (int(ranks) if ranks.isdecimal() and int(ranks) else 1))
+    return max(1, cores() // (ranks_of_host() or 1))
+
+
+def ranks_of_host() -> int:
+    """Return the launcher's LOCAL_WORLD_SIZE; 0 where it set none, or no number."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def near_this_thread(system: Path = Path("/sys/devices/system/node")) -> set[int]:

@@ -63,6 +63,11 @@ def as_exception(error: BaseException) -> Exception:
     return stand_in
 
 
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+
+
 def note(error: BaseException, text: str) -> None:
     """Add a note that tracebacks show under the error."""
     # BaseException.add_note exists from Python 3.11 on; this is what it does.

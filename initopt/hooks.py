@@ -97,6 +97,23 @@ _FUNCTIONAL = {
 _IN_STORE = {"barrier": "", "get_all": "", "synchronize": ""}
 """Meetings through a store alone. They are named `store.barrier` and so on."""
 
+BARRIERS = frozenset({"barrier", "monitored_barrier", "store.barrier"})
+LEFT_TOGETHER = BARRIERS | {
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+}
+"""The meetings that no rank leaves before the last one came, and that end on all of them at nearly the same moment."""
+
 _NAMES = _PAYLOAD.keys() | _FUNCTIONAL.keys() | _IN_STORE.keys()
 _MAKES_GROUP = frozenset({"new_group", "split_group", "_new_group_with_tag"})
 _SHAPES_ONLY = frozenset({"_verify_param_shape_across_processes", "_verify_params_across_processes"})
@@ -523,7 +540,10 @@ def _places(op: str, function: Callable[..., Any]) -> dict[str, int]:
 
 
 def drop_frame(raised: BaseException) -> None:
-    """Take the frame that has just caught `raised` out of its traceback. With a bare `raise` it doesn't come back."""
+    """Take the frame that has just caught `raised` out of its traceback. With a bare `raise` it doesn't come back.
+
+    On Python 3.10 it does: there the interpreter raises with the traceback that it had when it was caught.
+    """
     trace = raised.__traceback__
     if trace is not None:
         raised.__traceback__ = trace.tb_next

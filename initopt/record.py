@@ -16,7 +16,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,11 +147,12 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A remark of the step `step`, for who reads the record: one sentence."""
+    """A remark of the step `step`, for who reads the record: one sentence. `left_out` is as in `Optimized`."""
 
     text: str
     step: str = ""
     rank: int = 0
+    left_out: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +176,10 @@ Cached = Literal["hit", "miss", "bypass", ""]
 class Compiled:
     """One turn of torch's compiler: a frame that it traced and compiled, or tried to. Times are seconds.
 
-    `name` is the function with its class, `place` its `file:line`, `compile_id` torch's own number (`0/1`: frame 0, for
-    the second time). `start` and `end` are as in a `Span`; the stages exclude each other: `dynamo` is tracing and
-    guards, `aot_autograd` the joint graph, its cases and its cache, `backend` inductor, and of that `code_gen` the
-    code and its C++ compiler. They add up to a little less than `end - start`.
+    `name` is the function with its class (without it on Python 3.10), `place` its `file:line`, `compile_id` torch's own
+    number (`0/1`: frame 0, for the second time). `start` and `end` are as in a `Span`; the stages exclude each other:
+    `dynamo` is tracing and guards, `aot_autograd` the joint graph, its cases and its cache, `backend` inductor, and of
+    that `code_gen` the code and its C++ compiler. They add up to a little less than `end - start`.
 
     `direction` says what was compiled: a backward graph mostly comes late, in a turn of its own. `operations` counts
     those of the graph that Dynamo made; 0 where it made none.
@@ -249,7 +250,8 @@ class Optimized:
     """What became of an optimization of `initopt.run --optimize`, in one place or in the whole start-up.
 
     `name` is that of `optimizations.TABLE`. `text` says what was done where it was `applied`, else why it was not, in
-    words without a full stop. `place` is the script's `file:line`, empty where it is about no single one.
+    words without a full stop. `place` is the script's `file:line`, empty where it is about no single one. `left_out`
+    says how many meetings of ranks each rewrite of `comm_elim` left out.
     """
 
     name: str
@@ -257,6 +259,7 @@ class Optimized:
     text: str
     place: str = ""
     rank: int = 0
+    left_out: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,9 +506,13 @@ class Recorder:
         """Leave a checksum (hex) in the record, for example of the trained state. `about` must be JSON values."""
         self._write(Digest(name, sha256, about=about), time.thread_time())
 
-    def note(self, text: str, *, step: str | None = None) -> None:
-        """Leave a remark of `step`, or of the step that this thread is in."""
-        self._write(Note(text, self.step_here() if step is None else step), time.thread_time())
+    def note(self, text: str, *, step: str | None = None, left_out: Mapping[str, int] | None = None) -> None:
+        """Leave a remark of `step`, or of the step that this thread is in.
+
+        `left_out` says how many meetings of ranks each rewrite left out, where the remark is about them.
+        """
+        step = self.step_here() if step is None else step
+        self._write(Note(text, step, left_out=tuple((left_out or {}).items())), time.thread_time())
 
     def compile_cache(self, found: CompileCache) -> None:
         """Leave how this rank came to its compiled code. Called again, the last one counts."""

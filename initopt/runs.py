@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from initopt.hooks import LEFT_TOGETHER
 from initopt.imports import Imported, ImportLine
 from initopt.record import (
     FIRST_STEP,
@@ -39,25 +40,6 @@ from initopt.unused import Unused
 
 if TYPE_CHECKING:
     from initopt.graph import Graph
-
-_LEFT_TOGETHER = frozenset(
-    {
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_gather_single",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-    }
-)
-"""The meetings that no rank leaves before the last one came, and that end on all of them at nearly the same moment."""
 
 NO_RUN = (
     "no run has been recorded here: `torchrun ... -m initopt.run train.py` records one, or "
@@ -454,7 +436,7 @@ def _clock_offsets(
         return offsets
     ends: list[dict[str, float]] = []
     for met in _met(span for rank in spans for span in spans[rank]).values():
-        if met[0].op in _LEFT_TOGETHER and len({s.op for s in met}) == 1 and not any(s.error for s in met):
+        if met[0].op in LEFT_TOGETHER and len({s.op for s in met}) == 1 and not any(s.error for s in met):
             by_clock: defaultdict[str, list[float]] = defaultdict(list)
             for span in met:
                 by_clock[clocks[span.rank]].append(span.end)

@@ -51,7 +51,8 @@ def test_what_was_left_out_is_named(tmp_path: Path) -> None:
     script = Script()
     script.meet("init_process_group", ("train.py:8 main",), options="gloo")
     counts = {"plan": 1, "ddp_sync": 2}
-    said = [Optimized("eliminate", True, told(counts), "train.py:62", rank) for rank in range(4)]
+    gone = tuple(counts.items())
+    said = [Optimized("eliminate", True, told(counts), "train.py:62", rank, gone) for rank in range(4)]
     run = replace(script.run(tmp_path), optimized=tuple(said))
     view = collectives_view(run)
     narrow(view.plain)
@@ -62,7 +63,7 @@ def test_what_was_left_out_is_named(tmp_path: Path) -> None:
     check_golden("collectives_why_left_out.txt", why.plain)
     with pytest.raises(ValueError, match="there are init_process_group, plan, ddp_sync"):
         collectives_view(run, why="nothing")
-    noted = replace(run, optimized=(), notes=(Note(told({"ddp_sync": 1}), "dmp"),))
+    noted = replace(run, optimized=(), notes=(Note(told({"ddp_sync": 1}), "dmp", 2, (("ddp_sync", 1),)), Note("else")))
     assert [(one.name, one.count, one.place) for one in left_out(noted)] == [("ddp_sync", 1, "dmp")]
 
 

@@ -310,9 +310,8 @@ def test_what_was_optimized_and_whose_name_stands_where(tmp_path: Path, shown: O
         first += [Span("process_group", late, 11.0, rank), met, Span("model", 11.0, 12.0, rank)]
         spans.append([*first, Span("first_step", 12.0, 15.0, rank)])
     place = "trainers/of_a_long_name/a_trainer.py:1088"
-    said = [
-        Optimized("eliminate", True, "1 meeting of ranks was left out (1 by plan)", "a.py:62", rank) for rank in (0, 1)
-    ]
+    gone = "1 meeting of ranks was left out (1 by plan)"
+    said = [Optimized("eliminate", True, gone, "a.py:62", rank, (("plan", 1),)) for rank in (0, 1)]
     said += [Optimized("compile", False, "nothing was compiled", rank=1)]
     tips = [Advised("call iter() of this loader where it is made", place, {"model": 0.5}, rank) for rank in (0, 1)]
     run = Run.load(write_run(tmp_path, spans, graph=None, extra=[*said, *tips]))

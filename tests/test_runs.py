@@ -157,6 +157,14 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_their_meetings(tmp_path: Pat
     assert run.warnings == ()
 
 
+@pytest.mark.parametrize("op", ["store.barrier", "monitored_barrier", "reduce_scatter"])
+def test_clocks_are_aligned_by_whatever_all_leave_together(tmp_path: Path, op: str) -> None:
+    write(tmp_path / "0001", header(0, clock="a"), [meet(op, 1.0, 2.0)])
+    write(tmp_path / "0001", header(1, clock="b", start=1050.0), [meet(op, 1.5, 2.0)])
+    run = Run.load(tmp_path / "0001")
+    assert run.zero == {0: 0.0, 1: 0.0} and run.warnings == ()
+
+
 def test_a_host_is_aligned_through_another_one(tmp_path: Path) -> None:
     def on(group: str, **about: Any) -> Span:
         return replace(meet("barrier", 1.0, 2.0), group=group, **about)
@@ -174,6 +182,14 @@ def test_a_host_without_a_common_meeting_keeps_its_wall_clock_and_is_named(tmp_p
     run = Run.load(tmp_path / "0001")
     assert run.zero == {0: 0.0, 1: 3.0}
     assert len(run.warnings) == 1 and "host-b (rank 1)" in run.warnings[0]
+
+
+def test_an_older_record_says_nothing_of_meetings_left_out(tmp_path: Path) -> None:
+    note = {"kind": "note", "text": "1 meeting of ranks was left out (1 by plan)", "step": "dmp"}
+    said = {"kind": "optimized", "name": "eliminate", "applied": True, "text": "as above", "place": "a.py:1"}
+    write(tmp_path / "0001", header(0, 1), [], note, said, TRAILER)
+    run = Run.load(tmp_path / "0001")
+    assert [one.left_out for one in (*run.notes, *run.optimized)] == [(), ()]
 
 
 def test_a_rank_without_a_file_is_listed(tmp_path: Path) -> None:

@@ -6,20 +6,7 @@ from initopt.comm_elim.findings import Finding, at, calls_in, kept
 from initopt.comm_elim.known_calls import GROUPS
 from initopt.comm_elim.program import Program, failed
 from initopt.comm_elim.timeline import Met
-
-BARRIERS = frozenset({"barrier", "monitored_barrier", "store.barrier"})
-TOGETHER = BARRIERS | {
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-}
-"""What no rank leaves before all have come."""
+from initopt.hooks import BARRIERS, LEFT_TOGETHER
 
 _OWN = "may order files, logs or other work around it"
 
@@ -49,7 +36,7 @@ def _own(program: Program, met: Met) -> Finding:
     step = met.call.step
     name = f"{step}.{met.call.op}" if step else met.call.op
     after = program.after(met)
-    if after is None or after.call.op not in TOGETHER or after.call.async_op:
+    if after is None or after.call.op not in LEFT_TOGETHER or after.call.async_op:
         next_one = (
             "no meeting follows" if after is None else f"{at(after)}, which follows, lets ranks go before all came"
         )

@@ -1,8 +1,7 @@
-"""What a record says of meetings that were left out: one sentence, written and read in the same place."""
+"""Meetings that were left out, as a record has them: how many by which rewrite, and why that may be."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,9 +19,6 @@ WHY: Mapping[str, str] = {
     "ddp_sync": "shapes and parameters are equal on all ranks",
 }
 """Why each rewrite may leave out what it leaves out, in a line."""
-
-_SENTENCE = re.compile(r"\d+ meetings? of ranks (?:was|were) left out \((.+)\)$")
-_PART = re.compile(r"(\d+) by (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +48,12 @@ def told(counts: Mapping[str, int]) -> str:
 
 def left_out(run: Run) -> tuple[LeftOut, ...]:
     """What the lowest rank that speaks of it left out, in its order: by `initopt.run --optimize` or in a `Startup`."""
-    texts = [(one.rank, one.text, one.place) for one in run.optimized if one.applied]
-    texts += [(note.rank, note.text, note.step) for note in run.notes]
-    found = [(rank, match[1], place) for rank, text, place in texts if (match := _SENTENCE.match(text))]
-    first = min((rank for rank, _, _ in found), default=0)
+    said = [(one.rank, one.place, one.left_out) for one in run.optimized if one.left_out]
+    said += [(note.rank, note.step, note.left_out) for note in run.notes if note.left_out]
+    first = min((rank for rank, _, _ in said), default=0)
     return tuple(
-        LeftOut(name, int(count), WHY.get(name, ""), place)
-        for rank, parts, place in found
+        LeftOut(name, count, WHY.get(name, ""), place)
+        for rank, place, counts in said
         if rank == first
-        for count, name in _PART.findall(parts)
+        for name, count in counts
     )

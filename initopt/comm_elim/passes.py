@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from initopt.chain import finished_ranks, median_rank
-from initopt.comm_elim.drop import BARRIERS, drop
+from initopt.comm_elim.drop import drop
 from initopt.comm_elim.findings import Finding, at, calls_in, kept
 from initopt.comm_elim.fuse import fuse
 from initopt.comm_elim.local import local
@@ -16,6 +16,7 @@ from initopt.comm_elim.resimulate import Resimulation, call_of
 from initopt.comm_elim.reuse import reuse
 from initopt.comm_elim.timeline import MAKES_GROUP, Met, Problem, timeline
 from initopt.comm_elim.verify_once import verify_once
+from initopt.hooks import BARRIERS
 from initopt.runs import Run
 
 Pass = Callable[[Program], list[Finding]]
@@ -53,11 +54,11 @@ def find(run: Run) -> Found:
         why = "the ranks did not meet in one order (initopt verify)"
         said = [kept(name, meetings, why) for name, meetings in _by_call(program.meetings)]
         return Found(tuple(_named(said)), 0.0, rank, line.problems)
-    findings = [*settled(program)]
-    simulation = Resimulation(run)
-    findings = [replace(one, saving=simulation.saving(_gone([one]))) for one in findings]
+    findings = settled(program)
+    *each, together = Resimulation(run).savings([*(_gone([one]) for one in findings), _gone(findings)])
+    findings = [replace(one, saving=saving) for one, saving in zip(findings, each, strict=True)]
     findings.sort(key=lambda one: (-one.saving, one.verdict == "keep", -one.took(rank), one.meetings[0].call.start))
-    return Found(tuple(_named(findings)), simulation.saving(_gone(findings)), rank)
+    return Found(tuple(_named(findings)), together, rank)
 
 
 def settled(program: Program) -> list[Finding]:

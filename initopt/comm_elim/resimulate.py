@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from initopt.record import Span
@@ -18,6 +18,9 @@ from initopt.runs import Run, last_step
 
 Call = tuple[int, str, float]
 """A call by rank, lane and start, which no two of a run share."""
+
+_TICKS = 10**12
+"""Of a second. Whole numbers add up to the same in whatever order."""
 
 _CLOSE = 1e-6
 
@@ -29,15 +32,15 @@ def call_of(span: Span) -> Call:
 
 @dataclass(slots=True)
 class _Event:
-    """A moment of one rank: at the earliest `gap` seconds after the last of `after`.
+    """A moment of one rank: at the earliest `gap` ticks after the last of `after`.
 
     The end of a call has its own arrival as `arrival`: if the call is left out it ends when it begins.
     """
 
     rank: int
-    time: float
+    time: int
     after: list[int] = field(default_factory=list)
-    gap: float = 0.0
+    gap: int = 0
     call: Call | None = None
     arrival: int = -1
 
@@ -61,28 +64,37 @@ class Resimulation:
             if call_of(span) in departures and span.kind == "collective":
                 self._meet(span, arrivals, departures)
         self._order = self._sorted()
-        self._recorded = self.first_batches(())
-
-    def saving(self, left_out: Collection[Call]) -> float:
-        """Seconds by which the slowest rank would have been done sooner without these calls."""
-        if not self._recorded:
-            return 0.0
-        return max(0.0, max(self._recorded.values()) - max(self.first_batches(left_out).values()))
 
     def first_batches(self, left_out: Collection[Call]) -> Mapping[int, float]:
         """Seconds from the process start of each rank to the end of its start-up without these calls.
 
         Of a rank that did not come to that end, to the last that was recorded of it.
         """
-        gone = set(left_out)
-        times = [0.0] * len(self._events)
+        times = self._times(set(left_out))
+        return {rank: (times[place] - self._zero(rank)) / _TICKS for rank, place in self._last.items()}
+
+    def savings(self, choices: Sequence[Collection[Call]]) -> list[float]:
+        """Seconds by which the slowest rank would have been done sooner, for each choice of calls to leave out."""
+        some = set().union(*choices)
+        if not self._last or not some:
+            return [0.0] * len(choices)
+        reduced = _Reduced(self._events, self._order, self._times(set()), self._times(some), some)
+        ends = {place: self._zero(rank) for rank, place in self._last.items()}
+        return [saved / _TICKS for saved in reduced.savings(ends, choices)]
+
+    def _zero(self, rank: int) -> int:
+        return round(self._run.zero[rank] * _TICKS)
+
+    def _times(self, gone: Collection[Call]) -> list[int]:
+        """When each event happens without these calls."""
+        times = [0] * len(self._events)
         for place in self._order:
             event = self._events[place]
-            if event.call in gone and event.arrival >= 0:
+            if event.arrival >= 0 and event.call in gone:
                 times[place] = times[event.arrival]
             else:
                 times[place] = max((times[p] for p in event.after), default=event.time - event.gap) + event.gap
-        return {rank: times[place] - self._run.zero[rank] for rank, place in self._last.items()}
+        return times
 
     def _read(self, rank: int, arrivals: dict[Call, int], departures: dict[Call, int]) -> None:
         """The events of each lane of a rank, in their order."""
@@ -104,7 +116,7 @@ class Resimulation:
             begun: dict[int, int] = {}
             for time, _, _, span in sorted(moments, key=lambda moment: moment[:3]):
                 place = len(self._events)
-                self._events.append(_Event(rank, time))
+                self._events.append(_Event(rank, round(time * _TICKS)))
                 line.append(place)
                 if id(span) not in begun:
                     begun[id(span)] = place
@@ -158,7 +170,8 @@ class Resimulation:
 
     def _needs(self, place: int, needed: Iterable[int]) -> None:
         event = self._events[place]
-        event.after += [p for p in needed if self._events[p].time <= event.time + _CLOSE and p not in event.after]
+        until = event.time + _CLOSE * _TICKS
+        event.after += [p for p in needed if self._events[p].time <= until and p not in event.after]
 
     def _meet(self, span: Span, arrivals: Mapping[Call, int], departures: Mapping[Call, int]) -> None:
         """A call ends so long after the last of those came that it waited for."""
@@ -187,3 +200,72 @@ class Resimulation:
             # Two clocks that disagree can make a circle: then nothing can be said of what would be saved.
             self._last = {}
         return ready
+
+
+_After = tuple[int, int]
+"""A node by its number, and the ticks after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """An event at `floor`, or the last of `after` if that is later. Without `call` it comes with its `arrival`."""
+
+    floor: int
+    after: list[_After]
+    call: Call | None = None
+    arrival: list[_After] = field(default_factory=list)
+
+
+class _Reduced:
+    """The part of a start-up that says how much is saved, for any choice among some calls.
+
+    An event comes no later than with all calls (`whole`) and no sooner than without any of these (`least`). So what is
+    too early even at its latest is never waited for, what comes at one time in any case is a number, and in a chain of
+    events that wait for one other each only the first has to be known. The events that are left are the nodes.
+    """
+
+    def __init__(
+        self, events: Sequence[_Event], order: Sequence[int], whole: list[int], least: list[int], some: Collection[Call]
+    ) -> None:
+        self._whole, self._least = whole, least
+        self._nodes: list[_Node] = []
+        self._times: list[int] = []
+        self._of: dict[int, _After] = {}
+        for place in order:
+            if whole[place] == least[place]:
+                continue
+            event = events[place]
+            start = max(least[p] for p in event.after)
+            after = [(at, ticks + event.gap) for p in event.after if whole[p] > start for at, ticks in [self._of[p]]]
+            if event.arrival >= 0 and event.call in some:
+                arrival = [self._of[event.arrival]] if event.arrival in self._of else []
+                self._nodes.append(_Node(start + event.gap, after, event.call, arrival))
+            elif len(after) == 1:
+                self._of[place] = after[0]
+                continue
+            else:
+                self._nodes.append(_Node(start + event.gap, after))
+            self._of[place] = len(self._times), 0
+            self._times.append(whole[place])
+
+    def savings(self, ends: Mapping[int, int], choices: Iterable[Collection[Call]]) -> list[int]:
+        """Ticks by which the last of `ends` is sooner, each counted from its own zero, for each choice."""
+        last = max(self._whole[place] - zero for place, zero in ends.items())
+        floor = max(self._least[place] - zero for place, zero in ends.items())
+        earliest = min(self._least)
+        after = [(*self._of[place], zero) for place, zero in ends.items() if self._whole[place] - zero > floor]
+        first = {node.call: number for number, node in reversed(list(enumerate(self._nodes)))}
+        saved = []
+        for choice in choices:
+            gone = set(choice) if after else set()
+            times = self._times.copy()
+            for number in range(min((first[call] for call in gone if call in first), default=len(times)), len(times)):
+                node = self._nodes[number]
+                # An arrival that is a number is in the floors of what comes after it.
+                value, needed = (earliest, node.arrival) if node.call in gone else (node.floor, node.after)
+                for at, ticks in needed:
+                    if times[at] + ticks > value:
+                        value = times[at] + ticks
+                times[number] = value
+            saved.append(last - max([floor, *(times[at] + ticks - zero for at, ticks, zero in after)]))
+        return saved

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from initopt.failure import first_line
 from initopt.peers import attempt_of_job
 
 POLL = 0.25
@@ -99,4 +100,4 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise StoreGone(f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}") from error
+        raise StoreGone(first_line(error)) from error

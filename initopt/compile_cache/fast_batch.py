@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from initopt.compile_cache.calls import Call, Recorded, Seen, noted, outermost
 from initopt.compile_cache.schema import Entries, KeyedJagged, Schema, Tensor, of
+from initopt.failure import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ class Twin:
         try:
             return cls(*_copied(model, device))
         except Exception as error:
-            return cls(None, problem=_first_line(error))
+            return cls(None, problem=first_line(error))
 
 
 def batch_schema(batch: Any) -> Schema:
@@ -82,7 +83,7 @@ def loader_schema(loader: Any) -> Schema | None:
                 return _random_batch(one)
     except Exception as error:
         warnings.warn(
-            f"initopt: what the loader says a batch will be is no use ({_first_line(error)}): nothing is compiled "
+            f"initopt: what the loader says a batch will be is no use ({first_line(error)}): nothing is compiled "
             "ahead for it. Compare `batch_schema` with a batch",
             stacklevel=2,
         )
@@ -148,7 +149,7 @@ def _rehearsed(parts: Parts, twin: Twin, batch: Schema, device: torch.device) ->
             for hook in hooks:
                 hook.remove()
         except Exception as error:
-            problem = _first_line(error)
+            problem = first_line(error)
     if problem:
         warnings.warn(
             f"initopt: the model did not run without data ({problem}), so parts of it that this needs are not compiled "
@@ -222,7 +223,3 @@ def _random_batch(data: Any) -> Schema:
         "sparse_features": KeyedJagged.of_keys(made.keys, rows, [most * rows for most in made.ids_per_features]),
     }
     return Entries(tuple(batch), tuple(batch.values()), "torchrec.datasets.utils:Batch")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"

@@ -26,6 +26,7 @@ from initopt.compile_cache.fast_batch import Examples, Twin, batch_schema, examp
 from initopt.compile_cache.instruction_sets import ask
 from initopt.compile_cache.key import key_of, model_digest
 from initopt.compile_cache.known import CALLS, SIZES, WINNERS
+from initopt.failure import first_line
 from initopt.record import step
 from initopt.replaced import on_this_thread
 
@@ -193,7 +194,7 @@ class Compile:
             return examples_for(self.parts, model, device, user=user, recorded=recorded, batch=batch, twin=twin)
         except Exception as error:
             warnings.warn(
-                f"initopt: nothing was compiled ahead, as there are no examples for it ({_first_line(error)}); all "
+                f"initopt: nothing was compiled ahead, as there are no examples for it ({first_line(error)}); all "
                 "compiles at the first batch. Compare `examples` and `batch` of `Compile` with what the model takes",
                 stacklevel=2,
             )
@@ -259,7 +260,7 @@ class Compile:
                     ) from None
                 except Exception as error:
                     warnings.warn(
-                        f"initopt: part {name!r} was not compiled ahead ({_first_line(error)}); "
+                        f"initopt: part {name!r} was not compiled ahead ({first_line(error)}); "
                         "it compiles at the first batch. Compare its example with what the model passes it",
                         stacklevel=2,
                     )
@@ -305,13 +306,9 @@ def _compile(part: Callable[..., Any], call: Call, ddp_bucket_mb: float | None) 
 def _uncached(error: Exception) -> None:
     warnings.warn(
         f"initopt: compiled code is neither looked up nor kept, as what it depends on could not be found out "
-        f"({_first_line(error)}); the start-up compiles as without a cache",
+        f"({first_line(error)}); the start-up compiles as without a cache",
         stacklevel=3,
     )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
 
 
 def _attributes(part: Any) -> list[tuple[str, Any]]:

@@ -24,7 +24,7 @@ def eliminate(together: Together, saying: Saying, *, plan: bool) -> Iterator[Non
     with eliminated([name for name in REWRITES if plan or name != "plan"]) as elimination:
         yield
     if elimination.left_out:
-        saying.applied(NAME, elimination.summary())
+        saying.applied(NAME, elimination.summary(), left_out=elimination.left_out)
     for name, reason in elimination.kept.items():
         saying.left(NAME, f"{name} is as in TorchRec: {reason}")
     if not elimination.left_out and not elimination.kept:

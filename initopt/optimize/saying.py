@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from initopt.failure import first_line
 from initopt.hooks import caller_level
 from initopt.record import Advised, CompileCache, Optimized, Recorder
 
@@ -26,9 +27,12 @@ class Saying:
         """The line of the script that is being run."""
         return self._place()
 
-    def applied(self, name: str, text: str, place: str | None = None) -> None:
-        """Say what an optimization has done, here or at another place."""
-        self._say(Optimized(name, True, text, self._place() if place is None else place))
+    def applied(
+        self, name: str, text: str, place: str | None = None, *, left_out: Mapping[str, int] | None = None
+    ) -> None:
+        """Say what an optimization has done, here or at another place; of meetings left out, how many by rewrite."""
+        place = self._place() if place is None else place
+        self._say(Optimized(name, True, text, place, left_out=tuple((left_out or {}).items())))
 
     def left(self, name: str, why: str) -> None:
         """Say why it has done nothing here."""
@@ -57,7 +61,7 @@ class Saying:
         try:
             yield
         except Exception as error:
-            text = f"{type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
+            text = first_line(error)
             with suppress(Exception):
                 self.left(name, f"it failed with {text}")
             warnings.warn(

@@ -259,8 +259,8 @@ class TrainerStartup(Startup):
         """Leave in the record which meetings of ranks were left out, and which were not."""
         if self.elimination is None:
             return
-        if self.elimination.left_out:
-            self.note(self.elimination.summary())
+        if self.elimination.left_out and self._execution is not None:
+            self._execution.recorder.note(self.elimination.summary(), left_out=self.elimination.left_out)
         for name, why in self.elimination.kept.items():
             self.note(f"{name} is as in TorchRec: {why}")
 

@@ -11,7 +11,6 @@ import enum
 import hashlib
 import importlib.metadata
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import distributed, nn
 from torchrec.distributed.types import ShardingPlan
 
 from initopt.agreement import Agreement
+from initopt.cores import ranks_of_host
 from initopt.sharding_plan.check import BY_HOST, PlanError
 from initopt.sharding_plan.fast import Account, account, foreign_parts
 from initopt.sharding_plan.plan_json import canonical, plan_digest
@@ -58,7 +58,7 @@ class OwnPlan:
     why: str = ""
     inputs: Mapping[str, bytes] = field(default_factory=lambda: dict.fromkeys(INPUTS, bytes(_WIDTH)))
     remarks: tuple[str, ...] = ()
-    local_world_size: int = field(default_factory=lambda: _local_world_size())
+    local_world_size: int = field(default_factory=ranks_of_host)
 
 
 def plan_locally(planner: Any, model: nn.Module, sharders: Sequence[Any], *, rank: int) -> OwnPlan:
@@ -243,11 +243,6 @@ def _reported_by(rank: int, planner: Any) -> Iterator[None]:
         yield
     finally:
         planner._stats = stats
-
-
-def _local_world_size() -> int:
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() else 0
 
 
 def _digest(value: Any) -> bytes:

@@ -177,11 +177,22 @@ def barrier_graph(needs: tuple[str, ...]) -> Graph:
     )
 
 
-@pytest.mark.parametrize(("needs", "verdict"), [((), "drop"), (("shard.barrier",), "keep")])
-def test_a_barrier_goes_only_if_no_step_needs_it(tmp_path: Path, needs: tuple[str, ...], verdict: str) -> None:
+# Who leaves a reduce-scatter has something of every rank; who leaves a broadcast, of its root only.
+@pytest.mark.parametrize(
+    ("needs", "after", "verdict"),
+    [
+        ((), "all_reduce", "drop"),
+        (("shard.barrier",), "all_reduce", "keep"),
+        ((), "reduce_scatter_tensor", "drop"),
+        ((), "broadcast", "keep"),
+    ],
+)
+def test_a_barrier_goes_only_if_no_step_needs_it(
+    tmp_path: Path, needs: tuple[str, ...], after: str, verdict: str
+) -> None:
     script = Script()
     script.meet("barrier", step="shard.barrier", lane="comms")
-    script.meet("all_reduce", step="load", lane="comms")
+    script.meet(after, step="load", lane="comms")
     run = script.run(tmp_path, graph=barrier_graph(needs), steps=False)
     assert one(run, "shard.barrier.barrier").verdict == verdict
 

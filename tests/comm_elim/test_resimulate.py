@@ -30,7 +30,7 @@ def test_a_wait_moves_to_the_next_meeting(tmp_path: Path) -> None:
     run = script.run(tmp_path)
     barrier = [span for span in run.spans if span.op == "barrier"]
     assert max(span.wait for span in barrier) == pytest.approx(5.0)
-    assert Resimulation(run).saving(set(map(call_of, barrier))) == pytest.approx(script.took)
+    assert Resimulation(run).savings([set(map(call_of, barrier))]) == pytest.approx([script.took])
 
 
 def test_a_wait_that_nobody_needs_is_saved(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_wait_that_nobody_needs_is_saved(tmp_path: Path) -> None:
         script.now[rank] += 5.0
     run = script.run(tmp_path)
     gone = {call_of(span) for span in run.spans if span.op == "barrier"}
-    assert Resimulation(run).saving(gone) == pytest.approx(5.0 + script.took)
+    assert Resimulation(run).savings([gone, ()]) == pytest.approx([5.0 + script.took, 0.0])
 
 
 def test_of_what_is_assumed_one_meeting_stays(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def trained(sharding: str, eliminate: Any = True, change: Any = None, **options:
 
     from benchmarks.trainers.trained_state import trained_state
     from initopt import Recorder, Run
+    from initopt.comm_elim.left_out import left_out
 
     torch.manual_seed(1)
     start = small(config(sharding=sharding), eliminate=eliminate, **options)
@@ -44,6 +45,9 @@ def trained(sharding: str, eliminate: Any = True, change: Any = None, **options:
     mine = [span for span in run.spans if span.kind == "collective" and span.rank == recorder.rank]
     meetings = Counter(span.op for span in mine if span.step in ("sharding_plan", "dmp"))
     notes = [note.text for note in run.notes if note.step == "dmp"]
+    # By the lowest rank whose record is there by now.
+    assert bool(left_out(run)) == any("left out (" in note.text for note in run.notes)
+    assert all(f"{one.count} by {one.name}" in "".join(notes) and one.place == "dmp" for one in left_out(run))
     said = [str(one.message) for one in caught if "initopt: " in str(one.message)]
     return trained_state(ready.model, ready.optimizer, losses), dict(meetings), notes, said
 

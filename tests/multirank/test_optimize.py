@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from initopt.chain import finished_ranks
+from initopt.comm_elim.left_out import left_out
 from initopt.compile_cache import board, instruction_sets
+from initopt.hooks import HIDDEN
 from initopt.optimizations import NAMES
 from initopt.optimize import compiled
 from initopt.record import Optimized
@@ -66,6 +68,7 @@ def test_the_training_is_the_same_with_fewer_meetings(kind: str, tmp_path: Path)
             assert len(now) <= 3 < len(was)
             assert "sharding plan" in told["plan", True]
             assert "by ddp_sync" in told["eliminate", True]
+            assert "ddp_sync" in {one.name for one in left_out(after)}
     if kind == "default plan":
         # One rank has the large table.
         assert sorted(one.fills for one in stock) == sorted(one.fills for one in recorded) == [0, 2]
@@ -77,7 +80,10 @@ def test_the_training_is_the_same_with_fewer_meetings(kind: str, tmp_path: Path)
 def test_an_error_in_there_looks_as_in_torchrec(tmp_path: Path) -> None:
     stock, optimized = start("fails", tmp_path, None), start("fails", tmp_path, NAMES)
     assert [one.error for one in optimized] == ["these weights can't be made"] * 2
-    assert [one.frames for one in optimized] == [one.frames for one in stock]
+    # The bare `raise` of Python 3.10 brings frames back.
+    back = (HIDDEN, "applied.py") if sys.version_info < (3, 11) else ()
+    frames = [[frame for frame in one.frames if frame[0] not in back] for one in optimized]
+    assert frames == [one.frames for one in stock]
 
 
 @pytest.mark.parametrize(

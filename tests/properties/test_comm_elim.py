@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from initopt.comm_elim.drop import TOGETHER
 from initopt.comm_elim.findings import Finding
 from initopt.comm_elim.passes import settled
 from initopt.comm_elim.program import Program
 from initopt.comm_elim.resimulate import Call, Resimulation, call_of
 from initopt.comm_elim.timeline import Met, timeline
 from initopt.graph import Graph, Step
+from initopt.hooks import LEFT_TOGETHER
+from initopt.record import Span
 from initopt.runs import Run
 from tests.comm_elim.recorded import OWN, TABLES, Script
+from tests.synthetic import write_run
 
 RANKS = 3
 NAMES = ("a", "b")
@@ -203,7 +207,7 @@ def steps(draw: st.DrawFn) -> list[Doing]:
         early, late = draw(st.permutations(GROUPS[group]))[:2]
         written = add("file", group, early)
         behind = add("barrier", group, early, written)
-        op = draw(st.sampled_from(["", "barrier", "all_reduce", "broadcast"]))
+        op = draw(st.sampled_from(["", "barrier", "all_reduce", "reduce_scatter_tensor", "broadcast"]))
         if op:
             other = draw(st.sampled_from([group, group, *sorted(GROUPS)]))
             root = draw(st.sampled_from(GROUPS[other]))
@@ -238,7 +242,7 @@ def orders(does: list[Doing], gone: set[str]) -> set[tuple[str, str]]:
 def _joins(met: Doing, early: int, late: int) -> bool:
     """Whether `late` leaves the meeting after `early` has come to it."""
     both = {early, late} <= set(GROUPS[met.group])
-    return both and (met.op in TOGETHER or (met.op == "broadcast" and met.root == early))
+    return both and (met.op in LEFT_TOGETHER or (met.op == "broadcast" and met.root == early))
 
 
 @settings(max_examples=300)
@@ -280,3 +284,56 @@ def test_leaving_calls_out_makes_no_start_up_longer(program: tuple[Held, list[Do
     some = data.draw(st.sets(st.sampled_from(sorted(set(calls.values())))))
     shorter = again.first_batches({call for call, number in calls.items() if number in some})
     assert all(shorter[rank] <= whole[rank] + 1e-9 for rank in whole)
+
+
+@st.composite
+def overlapped(draw: st.DrawFn) -> tuple[list[list[Span]], Graph]:
+    """Steps on three lanes, with a meeting in some: one of the step's own lane, or of one that it hands it to."""
+    parts = st.integers(1, 8)
+    free: Counter[tuple[int, str]] = Counter()
+    ends: dict[tuple[int, str], int] = {}
+    calls: Counter[str] = Counter()
+    spans: list[list[Span]] = [[] for _ in range(RANKS)]
+    found: list[Step] = []
+    for number in range(draw(st.integers(1, 12))):
+        lane = draw(st.sampled_from(["main", "comms", "io:a"]))
+        some = [one.name for one in found]
+        step = Step(
+            f"s{number}", lane=lane, needs=tuple(draw(st.sets(st.sampled_from(some), max_size=2)) if some else ())
+        )
+        group = draw(st.sampled_from(["", *sorted(GROUPS)]))
+        other = draw(st.sampled_from([lane, lane, "comms"]))
+        came: dict[int, tuple[int, int]] = {}
+        for rank in range(RANKS):
+            begun = max([free[rank, lane], *(ends[rank, name] for name in step.needs)]) + draw(parts)
+            came[rank] = begun, max(begun, free[rank, other]) + draw(parts)
+        took, members = draw(parts), GROUPS.get(group, ())
+        met = max((came[rank][1] for rank in members), default=0) + took
+        for rank in range(RANKS):
+            begun, arrived = came[rank]
+            end = (met if rank in members else arrived) + draw(parts)
+            spans[rank].append(Span(step.name, begun / 8, end / 8, rank, lane))
+            if rank in members:
+                about = {"step": step.name, "op": "barrier", "group": group, "sequence": calls[group]}
+                spans[rank].append(Span("barrier", arrived / 8, met / 8, rank, other, "collective", **about))
+                free[rank, other] = met
+            free[rank, lane] = ends[rank, step.name] = end
+        calls[group] += 1
+        found.append(step)
+    return spans, Graph(found, name="steps")
+
+
+@settings(max_examples=300)
+@given(overlapped(), st.data())
+def test_what_is_saved_is_what_the_whole_start_up_again_says(
+    start: tuple[list[list[Span]], Graph], data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run.load(write_run(Path(folder), start[0], graph=start[1]))
+    again = Resimulation(run)
+    calls = [call_of(span) for span in run.spans if span.kind == "collective"]
+    one = st.sets(st.sampled_from(calls)) if calls else st.just(set())
+    choices = data.draw(st.lists(one, max_size=4))
+    whole = max(again.first_batches(()).values())
+    plain = [whole - max(again.first_batches(choice).values()) for choice in choices]
+    assert again.savings(choices) == pytest.approx(plain, abs=1e-9)
