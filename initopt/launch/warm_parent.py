@@ -91,6 +91,10 @@ def main() -> None:
     gc.freeze()
     _Parent(control, start, use, handlers).fork_ranks()
     generators.fork()
+    if "initopt.record" in sys.modules:
+        from initopt.record import forked
+
+        forked()
     if recorded is not None:
         _watch(recorded[0], words)
     make_at_imports(found.changes)
