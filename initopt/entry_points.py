@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import ModuleType
@@ -158,6 +158,11 @@ class Hooks:
 
             self._calls = {point.name: point for point in entry_points(group=NAMED_CALLS)}
 
+    def imported_before(self) -> None:
+        """What was imported before its functions were hooked, as before a fork, calls the hooked ones, too."""
+        functions = [one for one in self._replaced if isinstance(one[0], ModuleType)]
+        _bind({(name, id(original)): ours for _, name, original, ours in functions})
+
     def _take_calls(self, calls: Iterable[Any]) -> None:
         for call in calls:
             row = EntryPoint(call.module, call.function, "named", call.versions, call.version_of, call.step, call.stage)
@@ -168,17 +173,12 @@ class Hooks:
         self.on = False
         for handle in self._handles:
             handle.remove()
-        functions = {id(ours): original for owner, _, original, ours in self._replaced if isinstance(owner, ModuleType)}
-        names = {name for owner, name, _, _ in self._replaced if isinstance(owner, ModuleType)}
+        functions = [one for one in self._replaced if isinstance(one[0], ModuleType)]
         for owner, name, original, ours in reversed(self._replaced):
             if vars(owner).get(name) is ours:
                 setattr(owner, name, original)
         self._replaced, self._handles, self._rows = [], [], {}
-        # All modules are gone through since `from torch.distributed import new_group` makes a name of its own.
-        for space in namespaces():
-            for name in names & space.keys():
-                if id(space[name]) in functions:
-                    space[name] = functions[id(space[name])]
+        _bind({(name, id(ours)): original for _, name, original, ours in functions})
 
     def _knows(self, module: str, versions: tuple[str, ...], version_of: str = "") -> bool:
         library = module.partition(".")[0]
@@ -278,6 +278,18 @@ class Hooks:
     def _module_put_in(self, *_: Any) -> None:
         if self.on and self._watcher.here():
             self._watcher.module_put_in()
+
+
+def _bind(functions: Mapping[tuple[str, int], Any]) -> None:
+    """Bind each name that is bound to a function, which is given by its `id`, to another one.
+
+    All modules are gone through since `from torch.distributed import new_group` makes a name of its own.
+    """
+    names = {name for name, _ in functions}
+    for space in namespaces() if names else ():
+        for name in names & space.keys():
+            if (name, id(space[name])) in functions:
+                space[name] = functions[name, id(space[name])]
 
 
 def _disguised(ours: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -996,6 +996,12 @@ def _process_start() -> tuple[float, float, Literal["kernel", "import"]]:
     return _IMPORTED, unix - (now - _IMPORTED), "import"
 
 
+def forked() -> None:
+    """This process was forked just now from one that had imported this file: it is not older than that."""
+    global _IMPORTED
+    _IMPORTED = time.perf_counter()
+
+
 def _read_clocks() -> tuple[float, float, float, float]:
     """How long the reading took, then `perf_counter`, unix time, and the seconds since the machine's boot (or 0)."""
     now = time.perf_counter()

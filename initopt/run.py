@@ -75,19 +75,36 @@ def main() -> NoReturn:
         flag = "-S" if sys.flags.no_site else "-E or -I"
         print(f"initopt: nothing is recorded: python {flag} leaves out what watches the script", file=sys.stderr)
         os.execv(sys.executable, command)
-    before = os.environ.get("PYTHONPATH")
-    name = program[1] if program[0] == "-m" else os.path.basename(program[0].rstrip(os.sep))
-    wanted = Wanted(
-        os.getpid(), name, options.until, options.root, before, time.thread_time(), optimize=options.optimize
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": _with_folder(before),
-        VARIABLE: f"{_interpreter()}:{wanted.program}:{json.dumps(asdict(wanted))}",
-    }
+    leave_word(options, program, time.thread_time())
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os.execve(sys.executable, command, environment)
+    os.execv(sys.executable, command)
+
+
+def behind(words: Sequence[str]) -> tuple[Options, list[str]] | None:
+    """What the command line `INTERPRETER -u -m initopt.run WORDS` becomes: the options, and the command line of that.
+
+    None for any other one, and where its words are none that are understood: it says so itself.
+    """
+    if list(words[2:4]) != ["-m", "initopt.run"]:
+        return None
+    try:
+        options, program = _parsed(words[4:])
+    except _Usage:
+        return None
+    return None if options is None else (options, [*words[:2], *program])
+
+
+def leave_word(options: Options, program: Sequence[str], spent: float) -> None:
+    """Say in the environment that this process becomes `program`, and what is to be recorded of it.
+
+    `spent` are the CPU seconds that it has cost until now.
+    """
+    before = os.environ.get("PYTHONPATH")
+    name = program[1] if program[0] == "-m" else os.path.basename(program[0].rstrip(os.sep))
+    wanted = Wanted(os.getpid(), name, options.until, options.root, before, spent, optimize=options.optimize)
+    os.environ["PYTHONPATH"] = _with_folder(before)
+    os.environ[VARIABLE] = f"{_interpreter()}:{wanted.program}:{json.dumps(asdict(wanted))}"
 
 
 def _interpreter() -> str:
@@ -110,15 +127,17 @@ def interpreter_words(words: Sequence[str]) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Options:
+class Options:
+    """Those of the command line, each empty where it was not given."""
+
     until: str = ""
     root: str = ""
     optimize: tuple[str, ...] = ()
 
 
-def _parsed(words: Sequence[str]) -> tuple[_Options | None, list[str]]:
+def _parsed(words: Sequence[str]) -> tuple[Options | None, list[str]]:
     """The options (None: help is asked for) and the program with its arguments."""
-    options = _Options()
+    options = Options()
     left_out: list[str] = []
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "-m":

@@ -105,6 +105,10 @@ class WatchedRun:
             if self._optimizing is not None:
                 self._imports.outermost = self._optimizing.outermost_import
         self._recorder.__enter__()
+        # A rank that was forked by `initopt launch` has its imports; a fresh process has nothing of interest yet.
+        for module in list(sys.modules):
+            self._imported(module)
+        self._hooks.imported_before()
         before = self._asked.spent if self._asked.program == self._pid else 0.0
         self._recorder.spent(before + time.thread_time() - entered)
 

@@ -77,7 +77,10 @@ def test_all_is_hooked_and_all_is_as_before(noted: tuple[Noted, Hooks], monkeypa
     hooks.imported("torch")
     hooked = everything()
     assert [key for key in before if hooked[key] is before[key]] == []
-    copy.new_group = torch.distributed.distributed_c10d.new_group  # type: ignore[attr-defined]
+    # As the modules that a process had imported before it was forked.
+    assert copy.new_group is torch.distributed.new_group is before["torch.distributed.distributed_c10d", "new_group"]
+    hooks.imported_before()
+    assert copy.new_group is torch.distributed.new_group is hooked["torch.distributed.distributed_c10d", "new_group"]
 
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

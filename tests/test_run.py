@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from initopt.report import summary
-from initopt.run import FOLDER, VARIABLE, Wanted, forget, interpreter_words
+from initopt.run import FOLDER, VARIABLE, Wanted, behind, forget, interpreter_words
 from initopt.runs import Run
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +114,24 @@ def test_the_environment_is_given_back(
         forget(Wanted(1, "script.py", "", "", before))
         assert os.environ.get("PYTHONPATH") == after
         assert VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("words", "becomes"),
+    [
+        (["-m", "initopt.run", "--optimize", "train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
+        (["-m", "initopt.run", "--root", "x", "-m", "train", "-m"], ["-m", "train", "-m"]),
+        (["-m", "initopt.run", "--help"], None),
+        (["-m", "initopt.run", "--optimise", "train.py"], None),
+        (["-m", "train", "-m", "initopt.run"], None),
+        (["train.py"], None),
+    ],
+)
+def test_what_a_command_line_becomes_is_known_without_running_it(words: list[str], becomes: list[str] | None) -> None:
+    found = behind(["python", "-u", *words])
+    assert (found and found[1]) == (becomes and ["python", "-u", *becomes])
+    if found is not None:
+        assert (bool(found[0].optimize), found[0].root) == ("--optimize" in words, "x" if "--root" in words else "")
 
 
 def test_help_is_no_error(tmp_path: Path) -> None:

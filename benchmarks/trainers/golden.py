@@ -2,9 +2,11 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/trainers/golden.py
     torchrun --standalone --nproc-per-node 2 benchmarks/trainers/golden.py --own-plan
+    torchrun --standalone --nproc-per-node 2 benchmarks/trainers/golden.py --compile-dense
 
-With `--own-plan` a planner runs before the optimizer of the tables is attached, and replicates three tables. The
-batches come from the same random numbers as the weights.
+With `--own-plan` a planner runs before the optimizer of the tables is attached, and replicates three tables; with
+`--compile-dense` the layers of the dense features are compiled at their first call. The batches come from the same
+random numbers as the weights.
 """
 
 from __future__ import annotations
@@ -44,12 +46,14 @@ def made_batches(config: dlrm_model.Config) -> Iterator[criteo.Batch]:
         yield criteo.Batch(torch.rand(count, criteo.DENSE), features, torch.randint(2, (count,), dtype=torch.int32))
 
 
-def train(config: dlrm_model.Config, own_plan: bool) -> None:
+def train(config: dlrm_model.Config, own_plan: bool, compile_dense: bool) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     torch.manual_seed(config.seed)
     dist.init_process_group("gloo")
     model = dlrm_model.plain_model(config, device)
+    if compile_dense:
+        model.model.dense_arch.compile(dynamic=False)
     plan = None
     if own_plan:
         replicated = ParameterConstraints(sharding_types=[ShardingType.DATA_PARALLEL.value])
@@ -71,10 +75,11 @@ def train(config: dlrm_model.Config, own_plan: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--own-plan", action="store_true")
+    parser.add_argument("--compile-dense", action="store_true")
     dlrm_model.add_arguments(parser, *dlrm_model.SIZES)
     parser.set_defaults(compile=False)
     chosen = parser.parse_args()
-    train(dlrm_model.config_from(chosen), chosen.own_plan)
+    train(dlrm_model.config_from(chosen), chosen.own_plan, chosen.compile_dense)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,9 @@ def run(words: Sequence[str]) -> NoReturn:
             _run_file(str(sys.modules["__main__"].__file__))
     except Exception as error:
         kind, trace = type(error), _without_us(error.__traceback__)
+        # As the interpreter leaves them.
+        sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace
+        sys.last_exc = error  # type: ignore[attr-defined]
         sys.excepthook(kind, error.with_traceback(trace), trace)
         sys.exit(1)
     finally:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from initopt import run
 from initopt.launch import as_script, leaving
 from initopt.launch.first_imports import import_first
 from initopt.launch.leftovers import SHIELDED, threads
@@ -48,7 +49,8 @@ def main() -> None:
     if got is None:
         os._exit(1)
     plan = got[0]
-    words: list[str] = plan["words"]
+    recorded = run.behind(plan["words"])
+    words: list[str] = plan["words"] if recorded is None else recorded[1]
     as_script.prepare(words)
     script, module = as_script.program(words)
     began = time.monotonic()
@@ -84,13 +86,35 @@ def main() -> None:
         # The agent ends this process, and first what it has started.
         receive(control)
         os._exit(0)
+    if recorded is not None:
+        # Not by each rank: what a fresh one has by `sitecustomize`.
+        import initopt.optimize.applied
+        import initopt.watched_run  # noqa: F401
     # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
     gc.freeze()
     collector.give_back()
     _Parent(control, start, use, handlers).fork_ranks()
     generators.fork()
+    if "initopt.record" in sys.modules:
+        from initopt.record import forked
+
+        forked()
+    if recorded is not None:
+        _watch(recorded[0], words)
     make_at_imports(found.changes)
     as_script.run(words)
+
+
+def _watch(options: run.Options, words: Sequence[str]) -> None:
+    """Record this rank as `initopt.run` would have it recorded."""
+    entered = time.thread_time()
+    try:
+        from initopt.watched_run import begin
+
+        run.leave_word(options, words[2:], 0.0)
+        begin(entered)
+    except Exception as error:  # the job has no part in this
+        print(f"initopt: this process is not recorded: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,11 @@ ENDINGS = {
         atexit.register(print, "exit handler")
         raise OSError("disk")
     """,
+    "what is left of a failure": """
+        import atexit, sys
+        atexit.register(lambda: print(repr(sys.last_value), sys.last_type, sys.last_traceback.tb_lineno))
+        raise OSError("disk")
+    """,
     "hook": """
         import sys
         def hook(kind, error, trace):

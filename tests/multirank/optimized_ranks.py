@@ -1,7 +1,7 @@
 """Trainers that know nothing of initopt, as forked ranks: stock, recorded, or with `--optimize`.
 
-What `sitecustomize` would do in a fresh process is done by `watched`: all modules are imported here already, so they
-are told to the hooks at once.
+What `sitecustomize` would do in a fresh process is done by `watched`: all modules are imported here already, as in a
+rank of `initopt launch`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ class Outcome:
 
 def watched(root: str, names: tuple[str, ...]) -> Any:
     """Watch this process as `initopt.run` has it watched."""
-    import torch
-
-    from initopt.entry_points import ENTRY_POINTS
     from initopt.run import VARIABLE, Wanted, _interpreter
     from initopt.watched_run import WatchedRun
 
@@ -55,12 +52,6 @@ def watched(root: str, names: tuple[str, ...]) -> Any:
     os.environ[VARIABLE] = f"{_interpreter()}:{wanted.program}:{json.dumps(asdict(wanted))}"
     run = WatchedRun(wanted)
     run.begin(time.thread_time())
-    for module in dict.fromkeys([row.module for row in ENTRY_POINTS] + ["torch", "torch._dynamo.callback"]):
-        if module in sys.modules:
-            run._imported(module)
-    # A fresh process has these names from where they are hooked by then.
-    for name in ("init_process_group", "new_group"):
-        setattr(torch.distributed, name, getattr(torch.distributed.distributed_c10d, name))
     return run
 
 

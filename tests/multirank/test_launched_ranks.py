@@ -15,8 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from initopt import Run
+from initopt.chain import finished_ranks, outer_steps
+from tests.multirank.forked import fork_ranks
 from tests.multirank.launch import MARK, REPOSITORY, free_port, marked
+from tests.multirank.trainer_ranks import TRAINERS, rank_of
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LAUNCH = (sys.executable, "-c", "from initopt.cli import main; main()", "launch")
@@ -240,6 +245,43 @@ def test_ranks_of_the_real_libraries(tmp_path: Path) -> None:
         {"rank": [0, 0], **same},
         {"rank": [1, 1], **same},
     ]
+    assert not launch.orphans
+
+
+def test_launched_ranks_are_recorded_and_optimized_and_train_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("golden.py", "--steps", "3", "--rows", "500", "--batch-size", "64")
+    stock = fork_ranks(rank_of, str(tmp_path), None, *words, timeout=LIMIT)
+    monkeypatch.setenv("INITOPT_DISABLE", "fill-once")
+    runs = str(tmp_path / "runs")
+    recorded = ("-m", "initopt.run", "--root", runs, "--optimize", "--no-compile")
+    (launch,) = run(tmp_path, (LAUNCH,), *recorded, str(TRAINERS / words[0]), *words[1:])
+
+    assert launch.code == 0, launch.err
+    assert launch.out == sorted("".join(stock).splitlines())
+    assert "initopt launch: imported once, for all ranks: torch, " in launch.err
+    assert "initopt: first batch after " in launch.err
+    found = Run.load(tmp_path / "runs" / "0001")
+    assert (found.warnings, finished_ranks(found)) == ((), [0, 1])
+    for rank in (0, 1):
+        assert re.fullmatch(r"imported once for all ranks, before their start: \d+\.\d s", *found.headers[rank].labels)
+        assert found.headers[rank].zero == "kernel"
+        names = [span.name for span in outer_steps(found.of_rank(rank))]
+        steps = [name for name in names if ":" not in name and not name.startswith("import ")]
+        assert steps == ["imports", "process_group", "model", "dmp", "first_step"]
+        told = {one.name: (one.applied, one.text) for one in found.optimized if one.rank == rank}
+        assert {name for name, (applied, _) in told.items() if applied} == {"rendezvous", "plan", "eliminate"}
+        assert told["fill-once"][1] == "INITOPT_DISABLE names it"
+        assert told["compile"][1] == "--no-compile"
+    assert not launch.orphans
+
+
+def test_words_that_initopt_run_does_not_know_are_refused_by_it(tmp_path: Path) -> None:
+    (launch,) = run(tmp_path, (LAUNCH,), "-m", "initopt.run", "--optimise", "script.py")
+
+    assert launch.code == 1
+    assert "initopt.run: there is no option --optimise" in launch.err
     assert not launch.orphans
 
 
