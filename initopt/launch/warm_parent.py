@@ -88,8 +88,10 @@ def main() -> None:
         os._exit(0)
     if recorded is not None:
         # Not by each rank: what a fresh one has by `sitecustomize`.
-        import initopt.optimize.applied
         import initopt.watched_run  # noqa: F401
+        from initopt.optimize.applied import import_ahead
+
+        import_ahead(recorded[0].optimize)
     # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
     gc.freeze()
     collector.give_back()

@@ -7,6 +7,7 @@ can't act what was there is called, as it was.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import threading
@@ -30,7 +31,22 @@ from initopt.optimize.together import Together
 _COMPILES = "torch._dynamo.callback"
 """The module that tells of compiles."""
 
+_AT_DMP = {
+    "plan": ("initopt.sharding_plan",),
+    "eliminate": ("initopt.comm_elim.elimination", "initopt.comm_elim.default_plan"),
+    "fill-once": ("initopt.table_init.fill_once",),
+}
+"""What an optimization imports when it acts: a process that makes no DistributedModelParallel needs none of it."""
+
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def import_ahead(names: Sequence[str]) -> None:
+    """Import what these optimizations will import at a DistributedModelParallel, where TorchRec has been imported."""
+    if "torchrec.distributed.model_parallel" in sys.modules:
+        for name in enabled(names):
+            for module in _AT_DMP.get(name, ()):
+                importlib.import_module(module)
 
 
 class Optimizing:

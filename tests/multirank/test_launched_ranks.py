@@ -271,7 +271,7 @@ def test_launched_ranks_are_recorded_and_optimized_and_train_the_same(
         steps = [name for name in names if ":" not in name and not name.startswith("import ")]
         assert steps == ["imports", "process_group", "model", "dmp", "first_step"]
         told = {one.name: (one.applied, one.text) for one in found.optimized if one.rank == rank}
-        assert {name for name, (applied, _) in told.items() if applied} == {"rendezvous", "plan", "eliminate"}
+        assert {name for name, (applied, _) in told.items() if applied} == {"gc", "rendezvous", "plan", "eliminate"}
         assert told["fill-once"][1] == "INITOPT_DISABLE names it"
         assert told["compile"][1] == "--no-compile"
     assert not launch.orphans
