@@ -136,8 +136,8 @@ def draw(run: Run, rank: int, *, form: Literal["svg", "png"] = "svg") -> bytes:
 
 def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Sequence[Span], zero: float) -> Panel:
     steps = outer_steps(spans)
-    last = last_step(spans, run.graph)
-    links: list[Link] = rank_chain(spans, run.graph, zero=zero) if last is not None else []
+    last = last_step(spans, run.graph, run.end)
+    links: list[Link] = rank_chain(spans, run.graph, zero=zero, end=run.end) if last is not None else []
     on_chain = {(link.step, link.start) for link in links}
     lane_of = {span.name: span.lane for span in steps}
     meetings: dict[str, list[Span]] = {}

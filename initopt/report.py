@@ -125,7 +125,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         lines += wrap(_compile_line(run, median), width)
         lines += _warned(_compiled_elsewhere(run, median), width)
     if run.graph is not None:
-        last = last_step(planned(run, median), run.graph)
+        last = last_step(planned(run, median), run.graph, run.end)
         assert last is not None, "the median rank has finished"
         lanes = len(run.graph.lanes())
         data["planned"] = last.end

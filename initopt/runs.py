@@ -99,14 +99,14 @@ class RecordError(ValueError):
         super().__init__(f"{path}{f' line {line}' if line else ''}: {problem}")
 
 
-def last_step(spans: Iterable[Span], graph: Graph | None) -> Span | None:
+def last_step(spans: Iterable[Span], graph: Graph | None, end: str = FIRST_STEP) -> Span | None:
     """The step that ends the start-up of one rank, None if the rank did not end it well.
 
-    That is `first_step`, or, where the graph has no such step, the one of the graph's steps that ended last.
+    That is `end` (see `Run.end`), or, where the graph has no such step, the one of the graph's steps that ended last.
     """
     steps = {span.name: span for span in spans if span.kind == "step" and not span.error}
-    if FIRST_STEP in steps or graph is None or FIRST_STEP in graph:
-        return steps.get(FIRST_STEP)
+    if end in steps or graph is None or end in graph:
+        return steps.get(end)
     if not len(graph) or not all(name in steps for name in graph):
         return None
     return max((steps[name] for name in graph), key=lambda span: span.end)
@@ -207,14 +207,20 @@ class Run:
         there, KeyError for a rank without a record.
         """
         zero = self.zero[rank]
-        last = last_step(self.of_rank(rank), self.graph)
+        last = last_step(self.of_rank(rank), self.graph, self.end)
         if last is not None:
             return last.end - zero
+        which = "this start-up (--until)"
+        if self.end == FIRST_STEP:
+            which = f"a start-up. Give the first training step that name: `with initopt.step({FIRST_STEP!r})`"
         raise RecordError(
-            self.path / f"rank{rank:05}.jsonl",
-            f"there is no finished step {FIRST_STEP!r}, which ends a start-up. Give the first training step that name: "
-            f"`with initopt.step({FIRST_STEP!r})`",
+            self.path / f"rank{rank:05}.jsonl", f"there is no finished step {self.end!r}, which ends {which}"
         )
+
+    @cached_property
+    def end(self) -> str:
+        """The name of the step that ends this start-up: `first_step`, or what `initopt.run --until` named."""
+        return next((header.goal for header in self.headers.values() if header.goal), FIRST_STEP)
 
     @property
     def goal(self) -> str:
@@ -222,9 +228,8 @@ class Run:
 
         Where `initopt.run --until` names the step that ends it, that name.
         """
-        named = next((header.goal for header in self.headers.values() if header.goal), "")
-        if named:
-            return named
+        if self.end != FIRST_STEP:
+            return self.end
         return "first batch" if self.graph is None or FIRST_STEP in self.graph else "last step"
 
     def meeting(self, span: Span) -> tuple[Span, ...]:
