@@ -60,10 +60,13 @@ def findings(run: Run) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda one: (-(one.saves or 0.0), one.place)))
 
 
-def together(run: Run) -> float:
-    """Seconds that all findings with a known saving save together, simulated at once."""
+def together(run: Run) -> float | None:
+    """Seconds that all findings with a known saving save together, simulated at once. None where no saving is known."""
+    found = _found(run)
+    if found and all(finding.saves is None for finding, _ in found):
+        return None
     whole: Less = {rank: {} for rank in finished_ranks(run)}
-    for finding, less in _found(run):
+    for finding, less in found:
         for rank, steps in less.items():
             for step, value in steps.items() if finding.saves is not None else ():
                 # No step gives more than it has: `planned` sees to it.

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from initopt.ends import clock_of, end_of, first_to_fail
 from initopt.imports import Imported, ImportLine
 from initopt.record import (
     FIRST_STEP,
@@ -171,6 +172,13 @@ class Run:
     def name(self) -> str:
         """Its number in four digits, or that of its folder where this was copied and called otherwise."""
         return f"{self.number:04}" if self.number else self.path.resolve().name
+
+    @property
+    def first_to_fail(self) -> int | None:
+        """The rank whose script was ended first. None where that is open, as long as a rank lacks its last line."""
+        ends = [end_of(self.headers[rank], trailer) for rank, trailer in self.trailers.items()]
+        first = first_to_fail(ends) if len(ends) == len(self.headers) and not self.missing_ranks else None
+        return first.rank if first is not None else None
 
     @property
     def own_cost(self) -> float:
@@ -380,7 +388,7 @@ def _joined(path: Path, files: list[_File]) -> Run:
         if file.header is not None
     }
     late = _clock_offsets(headers, unaligned, warnings)
-    zero = {rank: start - late[_clock(headers[rank])] for rank, start in starts.items()}
+    zero = {rank: start - late[clock_of(headers[rank])] for rank, start in starts.items()}
     first = min(zero.values())
     zero = {rank: start - first for rank, start in zero.items()}
     spans = [_moved(span, zero[file.header.rank]) for file in files if file.header for span in file.spans]
@@ -430,10 +438,6 @@ def _moved(one: _Timed, by: float) -> _Timed:
     return replace(one, start=one.start + by, end=one.end + by)
 
 
-def _clock(header: Header) -> str:
-    return header.clock or header.host
-
-
 def _meets(span: Span) -> bool:
     return span.kind == "collective" and span.sequence >= 0 and not span.async_op
 
@@ -453,7 +457,7 @@ def _clock_offsets(
 
     A machine without a common meeting with one that is already aligned keeps its own clock, with a warning.
     """
-    clocks = {rank: _clock(header) for rank, header in headers.items()}
+    clocks = {rank: clock_of(header) for rank, header in headers.items()}
     offsets = {clocks[min(clocks)]: 0.0}
     if len(set(clocks.values())) == 1:
         return offsets

@@ -433,9 +433,15 @@ class WatchedRun:
         recorder = self._recorder
         if recorder.rank or recorder.path is None:
             return
+        if recorder.world_size > 1:
+            # Nobody waits for the others: it's what they have written down by now.
+            from initopt.ends import ends, who_failed
+
+            for said in who_failed(ends(recorder.path), recorder.world_size):
+                _say(said)
         wanted_ = f"step {self.until!r}" if self.until else "training step"
-        with_ = f"with {how}, " if how else ""
-        _say(f"the script ended {with_}without a {wanted_}, and so does its record: {_short(recorder.path)}")
+        with_ = f"{' on rank 0' if recorder.world_size > 1 else ''}{f' with {how},' if how else ''}"
+        _say(f"the script ended{with_} without a {wanted_}, and so does its record: {_short(recorder.path)}")
 
     def _ended(self) -> str:
         """What has ended the script, without its message, left in the record; empty where it came to its end."""

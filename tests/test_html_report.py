@@ -414,7 +414,7 @@ def test_a_start_up_that_stopped_says_where(tmp_path: Path, shown: Open) -> None
     tab = shown(Run.load(write_run(tmp_path, stopping_spans(), world_size=8)))
     text = tab.locator("main").inner_text()
     assert "No rank reached its first batch." in text
-    assert "failed in shard with OutOfMemoryError after 17.8s" in text
+    assert "OutOfMemoryError (in step 'shard', after 17.8s)" in text
     assert "no record of ranks 3-7" in text
 
 
