@@ -168,7 +168,11 @@ def blame_rows(run: Run, rank: int) -> list[Row]:
         compiling = sum(one.end - one.start for one in inside.get((span.name, span.start), ()))
         notes = [f"failed: {span.error}" if span.error else _why(run, span)]
         notes.append(f"{seconds(compiling)} compiling" if compiling > SKEW else "")
-        notes += [f"{one.name} {seconds(one.end - one.start)}" for one in imported.get(span.name, ())[:2]]
+        packages: dict[str, float] = {}
+        for one in imported.get(span.name, ()):
+            packages[one.name] = packages.get(one.name, 0.0) + one.end - one.start
+        longest = sorted(packages.items(), key=lambda item: -item[1])[:2]
+        notes += [f"{package} {seconds(value)}" for package, value in longest]
         took, alone, note = span.end - span.start, work(span), ", ".join(note for note in notes if note)
         rows.append(Row(span.name, span.lane, took, alone, span.wait, slack.get(span.name), note, compiling))
     return sorted(rows, key=lambda row: -row.took)
@@ -212,7 +216,8 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
         line.rstrip()
         lines.append(line)
         if row.note and not beside:
-            lines.append(Text(f"{'':>{left - lanes - names - 4}}  └ {row.note}", style=QUIET))
+            at = left - lanes - names - 4
+            lines += wrap(f"{'':>{at}}  └ {row.note}", width, QUIET, rest=at + 4)
     if len(rows) > len(shown):
         rest = rows[len(shown) :]
         more = f"{len(rest)} more {'step' if len(rest) == 1 else 'steps'}"
@@ -877,7 +882,8 @@ def _why(run: Run, span: Span) -> str:
     if run.graph is not None and span.name in run.graph:
         needs = {edge.before for edge in run.graph.predecessors(span.name) if edge.kind != "resource"}
         busy = [s for s in busy if s.name in needs or s.lane == last.lane or s.kind == "import"]
-    return f"rank {last.rank} was in {busy[-1].name}" if busy else f"last: rank {last.rank}"
+    where = repr(busy[-1].name) if busy and " " in busy[-1].name else busy[-1].name if busy else ""
+    return f"rank {last.rank} was in {where}" if busy else f"last: rank {last.rank}"
 
 
 def _behind(steps: Sequence[str]) -> str:

@@ -394,7 +394,7 @@ def _joined(path: Path, files: list[_File]) -> Run:
     spans = [_moved(span, zero[file.header.rank]) for file in files if file.header for span in file.spans]
     compiled = [_moved(one, zero[file.header.rank]) for file in files if file.header for one in file.compiled]
 
-    spans = _with_waits(spans, warnings)
+    spans = _with_waits(_imports_in_steps(spans), warnings)
     graph = None
     if (path / "graph.json").exists():
         from initopt.graph import Graph
@@ -495,6 +495,20 @@ def _clock_offsets(
         for clock in found:
             del left[clock]
     return offsets
+
+
+def _imports_in_steps(spans: list[Span]) -> list[Span]:
+    """The spans with the step of each package that was imported while no step had a name: what that time is called."""
+    steps: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        if not span.step and (span.kind == "step" or span.name == "imports"):
+            steps[span.rank, span.lane].append(span)
+
+    def step(one: Span) -> str:
+        around = (s for s in steps[one.rank, one.lane] if s.start <= (one.start + one.end) / 2 <= s.end)
+        return next((s.name for s in around), "")
+
+    return [replace(s, step=step(s)) if s.kind == "import" and not s.step and s.name != "imports" else s for s in spans]
 
 
 def _with_waits(spans: list[Span], warnings: list[str]) -> list[Span]:

@@ -177,7 +177,7 @@ def _number(digest: bytes) -> int:
 def _say(own: OwnPlan, told: Sequence[_Message]) -> str:
     """Say on the first rank why the plan is broadcast.
 
-    Returns the words where warnings are errors (`-W error`): it is one on all ranks then, else they would wait for this.
+    Returns the words where warnings are errors (`-W error`): on all ranks then, which would else wait for this one.
     """
     if own.why:
         logger.warning("the other ranks wait for rank 0's sharding plan: %s", own.why)
