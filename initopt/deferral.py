@@ -250,7 +250,9 @@ def _imports(run: Run) -> list[tuple[Finding, Less]]:
         names = sorted(each, key=lambda name: -each[name])
         what = f"import {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         step = next(iter(less[min(less)]))
-        found.append((Finding("import", what, line, took, saving(run, less), _IMPORT_PROVIDED, step, kept), less))
+        # Between the named steps of a script: how much of that time it was is not known.
+        saves = None if any("" in steps for steps in less.values()) else saving(run, less)
+        found.append((Finding("import", what, line, took, saves, _IMPORT_PROVIDED, step, kept), less))
     return found
 
 

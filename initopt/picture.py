@@ -301,7 +301,7 @@ class _Page:
                 fits = _inside(bar, per_second) >= wide and not bar.imports
                 if fits or (not bar.longest and length < 0.01):
                     continue
-                limit = end if start < end and wide <= end else inner
+                limit = end if start < end and (wide <= end or end > inner / 2) else inner
                 text = self._cut(bar.name, limit - 0.08)
                 wide = self._wide(text) + 0.08
                 x = min(start, limit - wide)

@@ -326,6 +326,10 @@ class WatchedRun:
         lines = self._own.now().lines
         return f"{lines[-1].file}:{lines[-1].number}" if lines else ""
 
+    def step_of_imports(self) -> str:
+        """What is imported outside of a step belongs to this one: later, between steps, to what has no name yet."""
+        return "imports" if self._main() and not self._imports_over else ""
+
     @property
     def until(self) -> str:
         """The step that ends the start-up, empty where that is found."""
@@ -532,6 +536,8 @@ class _Found(Recorder):
         """What has ended the script."""
         super().__init__(watched.name, mode=watched.mode, root=watched.root)
         self._end = watched.until or FIRST_STEP
+        if self._imports is not None:
+            self._imports.step_here = lambda: (self.step_here() or watched.step_of_imports(), self._lane())
 
     def _begin(self, entered: float) -> None:
         """When the imports end is known later."""
