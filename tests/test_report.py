@@ -310,3 +310,7 @@ def test_one_format_for_times(value: float, text: str) -> None:
 
 def test_the_sentence(serial: Run) -> None:
     assert report.sentence(serial) == "first batch after 22.5s = 8.6s work + 2.8s wait + 11.1s queue"
+
+
+def test_the_sentence_leaves_out_what_is_not_known(stock: Run) -> None:
+    assert report.sentence(stock) == "first batch after 22.5s = 18.4s work + 4.1s wait"
