@@ -93,8 +93,8 @@ def seconds(value: float) -> str:
 def sentence(run: Run, rank: int | None = None) -> str:
     """The start-up of `rank` (default: the median one) in one line.
 
-    `first batch after 157.7s = 98.4s work + 13.5s wait + 45.8s queue`. Without a graph the queue is mostly not known, and
-    left out then. Raises RecordError if it had no first batch.
+    `first batch after 157.7s = 98.4s work + 13.5s wait + 45.8s queue`. Where the queue is not known (there
+    is no graph), it is left out. Raises RecordError if it had no first batch.
     """
     parts = split(run, median_rank(run) if rank is None else rank)
     work, wait, queue = (seconds(part) for part in (parts.work, parts.wait, parts.queue))
