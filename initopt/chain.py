@@ -73,7 +73,7 @@ class Link:
 def split(run: Run, rank: int) -> Split:
     """Work, wait and queue of one rank, read on that rank alone. Raises RecordError if it had no first batch."""
     total = run.first_batch(rank)
-    links = rank_chain(run.of_rank(rank), run.graph, zero=run.zero[rank])
+    links = rank_chain(run.of_rank(rank), run.graph, zero=run.zero[rank], end=run.end)
     queue = sum(link.queue for link in links)
     wait = sum(link.wait for link in links)
     return Split(total - wait - queue, wait, queue)
@@ -93,11 +93,13 @@ def seconds(value: float) -> str:
 def sentence(run: Run, rank: int | None = None) -> str:
     """The start-up of `rank` (default: the median one) in one line.
 
-    `first batch after 157.7s = 98.4s work + 13.5s wait + 45.8s queue`. Raises RecordError if it had no first batch.
+    `first batch after 157.7s = 98.4s work + 13.5s wait + 45.8s queue`. Where the queue is not known (there
+    is no graph), it is left out. Raises RecordError if it had no first batch.
     """
     parts = split(run, median_rank(run) if rank is None else rank)
     work, wait, queue = (seconds(part) for part in (parts.work, parts.wait, parts.queue))
-    return f"{run.goal} after {seconds(parts.total)} = {work} work + {wait} wait + {queue} queue"
+    known = f"{run.goal} after {seconds(parts.total)} = {work} work + {wait} wait"
+    return known if run.graph is None and parts.queue < SKEW else f"{known} + {queue} queue"
 
 
 def critical_chain(run: Run, rank: int | None = None) -> list[Link]:
@@ -107,22 +109,22 @@ def critical_chain(run: Run, rank: int | None = None) -> list[Link]:
     """
     rank = slowest_rank(run) if rank is None else rank
     if rank not in finished_ranks(run):
-        raise RecordError(run.path, f"rank {rank} did not finish the step {FIRST_STEP!r}, which ends a start-up")
-    return _Walk(run.spans, run.graph, run.zero).back(rank, crossing=True)
+        raise RecordError(run.path, f"rank {rank} did not finish the step {run.end!r}, which ends a start-up")
+    return _Walk(run.spans, run.graph, run.zero, run.end).back(rank, crossing=True)
 
 
-def rank_chain(spans: Sequence[Span], graph: Graph | None, *, zero: float = 0.0) -> list[Link]:
+def rank_chain(spans: Sequence[Span], graph: Graph | None, *, zero: float = 0.0, end: str = FIRST_STEP) -> list[Link]:
     """The links that decided the first batch of one rank, read on that rank alone, last link first.
 
-    `spans` are recorded or simulated ones of a single rank, `first_step` among them; `zero` is its process start.
+    `spans` are recorded or simulated ones of a single rank, the step `end` among them; `zero` is its process start.
     """
     rank = spans[0].rank
-    return _Walk(spans, graph, {rank: zero}).back(rank, crossing=False)
+    return _Walk(spans, graph, {rank: zero}, end).back(rank, crossing=False)
 
 
 def finished_ranks(run: Run) -> list[int]:
     """The ranks that reached the end of their first training step, in order."""
-    return sorted(rank for rank in run.headers if last_step(run.of_rank(rank), run.graph) is not None)
+    return sorted(rank for rank in run.headers if last_step(run.of_rank(rank), run.graph, run.end) is not None)
 
 
 def slowest_rank(run: Run) -> int:
@@ -142,7 +144,7 @@ def median_rank(run: Run) -> int:
 def _finished(run: Run) -> list[int]:
     ranks = finished_ranks(run)
     if not ranks:
-        raise RecordError(run.path, f"no rank finished the step {FIRST_STEP!r}, which ends a start-up")
+        raise RecordError(run.path, f"no rank finished the step {run.end!r}, which ends a start-up")
     return ranks
 
 
@@ -198,8 +200,9 @@ class _Lines:
 
 
 class _Walk:
-    def __init__(self, spans: Sequence[Span], graph: Graph | None, zero: Mapping[int, float]) -> None:
+    def __init__(self, spans: Sequence[Span], graph: Graph | None, zero: Mapping[int, float], end: str) -> None:
         self.graph = graph
+        self._end = end
         self.zero = zero
         self._spans: dict[int, list[Span]] = {}
         self._lines: dict[int, _Lines] = {}
@@ -217,7 +220,7 @@ class _Walk:
 
     def back(self, rank: int, *, crossing: bool) -> list[Link]:
         links: list[Link] = []
-        step = last_step(self._spans[rank], self.graph)
+        step = last_step(self._spans[rank], self.graph, self._end)
         until = step.end if step is not None else 0.0
         crossed = False
         while step is not None:

@@ -15,6 +15,7 @@ from initopt.comm_elim.passes import Found, find
 from initopt.comm_elim.program import group_of
 from initopt.comm_elim.timeline import Met, Problem, timeline
 from initopt.rank_numbers import ranks_in_short
+from initopt.record import FIRST_STEP
 from initopt.report import View, about, labels, seconds, title
 from initopt.terminal_lines import LONGEST, QUIET, count, next_verbs, wrap
 
@@ -57,7 +58,7 @@ def collectives_view(run: Run, *, why: str | None = None, everything: bool = Fal
             *next_verbs(width, "collectives", "verify"),
         ]
         return View(tuple(lines), {**data, "why": _data(finding, found.rank)}, finding.verdict != "keep")
-    lines = [*_head(run, width), *_sum(found, where, width)]
+    lines = [*_head(run, width), *_sum(run, found, where, width)]
     for problem in found.problems:
         lines += wrap(f"! {problem.text}: nothing can be proven (initopt verify)", width, "yellow", rest=2)
     if found.findings:
@@ -93,19 +94,24 @@ def verify_view(run: Run, *, width: int = 80) -> View:
     elif not meetings:
         lines.append(Text("No meeting of ranks was recorded."))
     else:
-        among = f", {before} of them before the first training step" if before < meetings else ""
+        among = f", {before} of them {_until(run)}" if before < meetings else ""
         lines += wrap(f"{count(meetings, 'meeting')}{among}, in one order on all ranks.", width)
     lines += next_verbs(width, "collectives", "critical-chain" if finished_ranks(run) else "blame")
     return View(tuple(lines), data, bool(problems))
 
 
-def _sum(found: Found, where: str, width: int) -> list[Text]:
+def _until(run: Run) -> str:
+    """Up to when meetings count: those of the first training step are its own, those of another last step are not."""
+    return "before the first training step" if run.end == FIRST_STEP else f"until the step {run.end} had ended"
+
+
+def _sum(run: Run, found: Found, where: str, width: int) -> list[Text]:
     meetings = {id(met): met for finding in found.findings for met in finding.meetings}
     if not meetings:
-        return [Text("No meeting was recorded before the first training step.")]
+        return wrap(f"No meeting was recorded {_until(run)}.", width)
     whole = Finding("", "keep", tuple(meetings.values()))
     took, wait = seconds(whole.took(found.rank)), seconds(whole.wait(found.rank))
-    many = f"{count(len(meetings), 'meeting')} before the first training step"
+    many = f"{count(len(meetings), 'meeting')} {_until(run)}"
     return [*wrap(f"{many}: {took} on {where}, {wait} of it waiting.", width), Text()]
 
 

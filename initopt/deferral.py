@@ -60,10 +60,13 @@ def findings(run: Run) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda one: (-(one.saves or 0.0), one.place)))
 
 
-def together(run: Run) -> float:
-    """Seconds that all findings with a known saving save together, simulated at once."""
+def together(run: Run) -> float | None:
+    """Seconds that all findings with a known saving save together, simulated at once. None where no saving is known."""
+    found = _found(run)
+    if found and all(finding.saves is None for finding, _ in found):
+        return None
     whole: Less = {rank: {} for rank in finished_ranks(run)}
-    for finding, less in _found(run):
+    for finding, less in found:
         for rank, steps in less.items():
             for step, value in steps.items() if finding.saves is not None else ():
                 # No step gives more than it has: `planned` sees to it.
@@ -247,7 +250,9 @@ def _imports(run: Run) -> list[tuple[Finding, Less]]:
         names = sorted(each, key=lambda name: -each[name])
         what = f"import {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
         step = next(iter(less[min(less)]))
-        found.append((Finding("import", what, line, took, saving(run, less), _IMPORT_PROVIDED, step, kept), less))
+        # Between the named steps of a script: how much of that time it was is not known.
+        saves = None if any("" in steps for steps in less.values()) else saving(run, less)
+        found.append((Finding("import", what, line, took, saves, _IMPORT_PROVIDED, step, kept), less))
     return found
 
 

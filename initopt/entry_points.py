@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from initopt.hooks import HIDDEN, drop_frame, namespaces
 
@@ -113,6 +113,9 @@ class Watcher(Protocol):
     def module_put_in(self) -> None:
         """A module was put into another one."""
 
+    def exits(self, raised: SystemExit) -> None:
+        """`sys.exit` was called, and is about to raise this."""
+
 
 class Hooks:
     """The entry points of the libraries that this process has imported, as long as they are hooked."""
@@ -128,6 +131,9 @@ class Hooks:
         self.on = True
         self.unknown: dict[str, str] = {}
         """The libraries whose version no row knows, each with that version."""
+        ours = self._exit(sys.exit)
+        self._replaced.append((sys, "exit", sys.exit, ours))
+        sys.exit = ours
 
     def wants(self, name: str) -> bool:
         """Whether there is something to do when this module was imported."""
@@ -264,6 +270,20 @@ class Hooks:
             return timed(watcher.instead("rendezvous", function)(*args, **kwargs))
 
         return call
+
+    def _exit(self, function: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        watcher = self._watcher
+
+        def call(*args: Any, **kwargs: Any) -> NoReturn:
+            try:
+                function(*args, **kwargs)
+            except BaseException as raised:
+                drop_frame(raised)
+                if isinstance(raised, SystemExit) and self.on and watcher.here():
+                    watcher.exits(raised)
+                raise
+
+        return _disguised(call, function)
 
     def _stepped(self, torch: Any) -> Callable[..., None]:
         compiles = torch.compiler.is_dynamo_compiling

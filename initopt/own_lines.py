@@ -52,6 +52,11 @@ class Own:
         at, cpu = time.perf_counter(), time.thread_time()
         return Moment(at, cpu, self._lines(reversed(list(walk_stack(sys._getframe(1))))))
 
+    def outermost(self) -> FrameType | None:
+        """The first frame of the calling thread that runs the trainer's own code."""
+        package = self._package()
+        return next((f for f, _ in reversed(list(walk_stack(sys._getframe(1)))) if self._is_own(f, package)), None)
+
     def raised(self, error: BaseException) -> tuple[Line, ...]:
         """The lines in which an exception that has come up to here was raised, the outermost first."""
         return self._lines(walk_tb(error.__traceback__))

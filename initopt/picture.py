@@ -33,6 +33,7 @@ _WIDTH, _RIGHT, _EDGE = 11.0, 0.35, 0.25
 _BAR, _LABEL, _ROW_GAP = 0.27, 0.17, 0.12
 _FONT = 8.5
 _LEVELS, _LEVELS_LONGEST = 4, 8
+_LANE_LETTERS = 28
 _HATCH, _COMPILED, _DOTS = "/////", "....", (0, (1, 0.9))
 
 
@@ -118,6 +119,8 @@ def draw(run: Run, rank: int, *, form: Literal["svg", "png"] = "svg") -> bytes:
         "hatch.linewidth": 0.7,
         "font.family": "DejaVu Sans",
         "font.size": _FONT,
+        # Else a text is measured narrower than SVG shows it.
+        "text.hinting": "none",
     }
     with matplotlib.rc_context(style):
         shown = panels(run, rank)
@@ -136,8 +139,8 @@ def draw(run: Run, rank: int, *, form: Literal["svg", "png"] = "svg") -> bytes:
 
 def _panel(name: Literal["recorded", "planned"], run: Run, rank: int, spans: Sequence[Span], zero: float) -> Panel:
     steps = outer_steps(spans)
-    last = last_step(spans, run.graph)
-    links: list[Link] = rank_chain(spans, run.graph, zero=zero) if last is not None else []
+    last = last_step(spans, run.graph, run.end)
+    links: list[Link] = rank_chain(spans, run.graph, zero=zero, end=run.end) if last is not None else []
     on_chain = {(link.step, link.start) for link in links}
     lane_of = {span.name: span.lane for span in steps}
     meetings: dict[str, list[Span]] = {}
@@ -215,7 +218,9 @@ class _Page:
 
     def compose(self, run: Run, shown: Sequence[Panel]) -> None:
         self.goal = run.goal
-        self.left = _EDGE + 0.15 + max((self._wide(lane) for panel in shown for lane in panel.lanes), default=0.0)
+        self.left = (
+            _EDGE + 0.15 + max((self._wide(_clipped(lane)) for panel in shown for lane in panel.lanes), default=0.0)
+        )
         inner = _WIDTH - self.left - _RIGHT
         last = max((bar.end for panel in shown for bar in panel.bars), default=1.0)
         limit = last * 1.01
@@ -264,19 +269,27 @@ class _Page:
                 lines.append(word)
         return lines
 
-    def _wide(self, text: str, size: float = _FONT) -> float:
+    def _cut(self, text: str, room: float) -> str:
+        """As much of the beginning as has room, in inches."""
+        while len(text) > 1 and self._wide(text) > room:
+            text = f"{text[: min(len(text) - 2, int(len(text) * room / self._wide(text)))]}…"
+        return text
+
+    def _wide(self, text: str, size: float = _FONT, *, bold: bool = False) -> float:
         """Width of a text in inches."""
         from matplotlib.font_manager import FontProperties
 
-        width, _, _ = self.renderer.get_text_width_height_descent(text, FontProperties(size=size), False)
+        width, _, _ = self.renderer.get_text_width_height_descent(
+            text, FontProperties(size=size, weight="bold" if bold else "normal"), False
+        )
         return float(width) / float(self.figure.dpi)
 
     def _place(
         self, panel: Panel, per_second: float, inner: float
-    ) -> tuple[dict[str, int], dict[int, tuple[int, float]]]:
-        """Rows with the levels of names above their bars; and for each bar so named its level and the x of the name."""
+    ) -> tuple[dict[str, int], dict[int, tuple[int, float, str]]]:
+        """Rows with the levels of names above their bars; for each bar so named its level, x and name."""
         rows = dict.fromkeys(panel.lanes, 0)
-        names: dict[int, tuple[int, float]] = {}
+        names: dict[int, tuple[int, float, str]] = {}
         end = inner if panel.first_batch is None else panel.first_batch * per_second
         for lane in panel.lanes:
             mine = [(number, bar) for number, bar in enumerate(panel.bars) if bar.lane == lane]
@@ -288,12 +301,15 @@ class _Page:
                 fits = _inside(bar, per_second) >= wide and not bar.imports
                 if fits or (not bar.longest and length < 0.01):
                     continue
-                x = min(start, (end if start < end else inner) - wide)
+                limit = end if start < end and (wide <= end or end > inner / 2) else inner
+                text = self._cut(bar.name, limit - 0.08)
+                wide = self._wide(text) + 0.08
+                x = min(start, limit - wide)
                 level = next((i for i, left in enumerate(taken) if x + wide <= left), len(taken))
                 if level >= (_LEVELS_LONGEST if bar.longest else _LEVELS):
                     continue
                 taken[: level + 1] = [x] * (level + 1)
-                names[number] = (level, x)
+                names[number] = (level, x, text)
                 rows[lane] = max(rows[lane], level + 1)
         return rows, names
 
@@ -303,7 +319,7 @@ class _Page:
         panel: Panel,
         number: int,
         rows: dict[str, int],
-        names: dict[int, tuple[int, float]],
+        names: dict[int, tuple[int, float, str]],
         per_second: float,
     ) -> None:
         for side in axes.spines.values():
@@ -315,13 +331,13 @@ class _Page:
         for lane, levels in rows.items():
             tops[lane] = y + _LABEL * levels
             y += _row_height(levels)
-        axes.set_yticks([top + _BAR / 2 for top in tops.values()], list(tops))
+        axes.set_yticks([top + _BAR / 2 for top in tops.values()], [_clipped(lane) for lane in tops])
         axes.tick_params(axis="y", length=0, labelcolor=INK, pad=6)
         for at, bar in enumerate(panel.bars):
             self._bar(axes, bar, tops[bar.lane], per_second, f"initopt-{number}-{at}")
             if at in names:
-                level, x = names[at]
-                self._name_above(axes, bar, tops[bar.lane], level, x / per_second, per_second)
+                level, x, text = names[at]
+                self._name_above(axes, bar, text, tops[bar.lane], level, x / per_second, per_second)
             elif _inside(bar, per_second) >= self._wide(bar.name) + 0.08 and not bar.imports:
                 middle = sum(_solid(bar)) / 2, tops[bar.lane] + _BAR / 2
                 color = "white" if bar.longest else INK
@@ -341,7 +357,7 @@ class _Page:
                 continue
             under = tops[queue.lane] + _BAR + 0.045
             axes.plot([queue.start, queue.end], [under, under], color=QUEUE, lw=2.0, ls=_DOTS)
-        self._captions(axes, panel)
+        self._captions(axes, panel, per_second)
 
     def _bar(self, axes: Axes, bar: Bar, top: float, per_second: float, group: str) -> None:
         from matplotlib.patches import Rectangle
@@ -375,16 +391,16 @@ class _Page:
                 Rectangle((start, top), end - start, _BAR, facecolor="white", edgecolor=edge, hatch=_HATCH, lw=0.6)
             )
 
-    def _name_above(self, axes: Axes, bar: Bar, top: float, level: int, x: float, per_second: float) -> None:
+    def _name_above(self, axes: Axes, bar: Bar, name: str, top: float, level: int, x: float, per_second: float) -> None:
         foot = top - 0.03 - _LABEL * level
         if level or x < bar.start:
             axes.plot([bar.start, bar.start], [foot, top], color=FAINT, lw=0.5, solid_capstyle="butt", zorder=1.5)
         # White behind it: the line of a name further up passes behind a name that had to move to the left.
         behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
         color = RED if bar.longest else INK
-        axes.text(x + 0.03 / per_second, foot, bar.name, color=color, va="bottom", bbox=behind, parse_math=False)
+        axes.text(x + 0.03 / per_second, foot, name, color=color, va="bottom", bbox=behind, parse_math=False)
 
-    def _captions(self, axes: Axes, panel: Panel) -> None:
+    def _captions(self, axes: Axes, panel: Panel, per_second: float) -> None:
         recorded = panel.name == "recorded"
         what = f"recorded, rank {panel.rank}" if recorded else "planned (~): this graph, nobody waiting"
         place: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK, "annotation_clip": False}
@@ -394,7 +410,10 @@ class _Page:
         if panel.first_batch is not None:
             axes.axvline(panel.first_batch, color=INK, lw=1.2, clip_on=False)
             when = f"{self.goal} {'' if recorded else '~'}{seconds(panel.first_batch)}"
-            axes.annotate(when, (panel.first_batch, 0), (-3, above), ha="right", **place)
+            # Left of its line, where the caption of the panel leaves room.
+            room = self.left - _EDGE + panel.first_batch * per_second - self._wide(what, bold=True)
+            side = ("right", -3) if self._wide(when) + 0.15 <= room else ("left", max(3.0, 72 * (0.15 - room)))
+            axes.annotate(when, (panel.first_batch, 0), (side[1], above), ha=side[0], **place)
 
     def _legend(self, total: float, *, compiled: bool) -> None:
         from matplotlib.lines import Line2D
@@ -417,6 +436,10 @@ class _Page:
             handlelength=1.8,
             columnspacing=1.8,
         )
+
+
+def _clipped(lane: str) -> str:
+    return lane if len(lane) <= _LANE_LETTERS else f"{lane[: _LANE_LETTERS - 1]}…"
 
 
 def _row_height(levels: int) -> float:

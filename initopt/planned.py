@@ -68,7 +68,7 @@ def saving(run: Run, less: Mapping[int, Mapping[str, float]]) -> float:
 
 def _first_batch(run: Run, rank: int, less: Mapping[str, float]) -> float:
     if run.graph is not None:
-        last = last_step(planned(run, rank, less=less), run.graph)
+        last = last_step(planned(run, rank, less=less), run.graph, run.end)
         assert last is not None, "the rank has finished"
         return last.end
     recorded = run.first_batch(rank)

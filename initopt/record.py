@@ -277,16 +277,32 @@ class Advised:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """What ended a script: `ValueError at train.py:3: its message` or `exit code 3 at train.py:7`.
+
+    `step` is the innermost one that this has left, empty where that has no name of its own; `at` the seconds from the
+    start of the process.
+    """
+
+    error: str
+    at: float
+    step: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Trailer:
     """The last line of a rank's file. `end` is in seconds, `own_cost` (what recording took) in CPU seconds.
 
     A garbage collection of all that the process has, which happens to begin while something is written, is not in it.
+    `ended` is what has ended a script that `initopt.run` records before its last step, None where it came to its own
+    end or that is not known.
     """
 
     rank: int
     end: float
     own_cost: float
     peak_rss: int
+    ended: Ended | None = None
 
 
 class Store(Protocol):
@@ -346,7 +362,7 @@ class Recorder:
         self._zero, self._process_start, self._zero_from = _process_start()
         self._job = job
         self._mode = mode
-        self._goal = ""
+        self._end = FIRST_STEP
         self.root = run_root(root)
         self._keep = keep
         self._labels = (*labels, *_imported_before())
@@ -523,7 +539,7 @@ class Recorder:
         self._write(what, time.thread_time())
 
     def started(self) -> None:
-        """Say that the start-up is over, unless a step FIRST_STEP follows: what is used from here on is training's."""
+        """Say that the start-up is over, unless its last step follows: what is used from here on is training's."""
         if not self._silent():
             with self._counted(time.thread_time()), self._fail_safe(), self._lock:
                 if not self._stopped:
@@ -624,7 +640,7 @@ class Recorder:
             if self._stopped:
                 return
             self._put(record)
-            if isinstance(record, Span) and record.kind == "step" and record.name == FIRST_STEP and not record.error:
+            if isinstance(record, Span) and record.kind == "step" and record.name == self._end and not record.error:
                 self._put_usage()
                 self._put_imports()
                 for unused in self._watch.found() if self._watch.on else ():
@@ -767,7 +783,7 @@ class Recorder:
             versions=_versions(),
             clock=_boot() or platform.node(),
             zero=self._zero_from,
-            goal=self._goal,
+            goal=self._end if self._end != FIRST_STEP else "",
         )
 
     def _trailer(self) -> Trailer:

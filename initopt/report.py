@@ -8,6 +8,7 @@ and the labels of the run (such as what was emulated) are part of every view. It
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -49,6 +50,9 @@ JSON_VERSION = 1
 
 _BLAME_ROWS = 10
 _IMPORT_ROWS = 12
+_PLACE = re.compile(r"(until )?\S+:\d+(-\d+)?")
+"""What a step is called that has no name: where it is."""
+
 _CORES_FULL = 0.7
 """The part of a start-up that its CPU work, spread over all cores, must fill before the summary speaks of it."""
 
@@ -125,7 +129,7 @@ def summary(run: Run, *, width: int = 80) -> View:
         lines += wrap(_compile_line(run, median), width)
         lines += _warned(_compiled_elsewhere(run, median), width)
     if run.graph is not None:
-        last = last_step(planned(run, median), run.graph)
+        last = last_step(planned(run, median), run.graph, run.end)
         assert last is not None, "the median rank has finished"
         lanes = len(run.graph.lanes())
         data["planned"] = last.end
@@ -137,7 +141,8 @@ def summary(run: Run, *, width: int = 80) -> View:
     found = findings(run)
     data["not_needed"] = [asdict(one) for one in found]
     if found:
-        saves = f": ~{seconds(max(0.0, together(run)))} sooner without" if any(f.saves for f in found) else ""
+        whole = together(run) if any(f.saves for f in found) else None
+        saves = f": ~{seconds(max(0.0, whole))} sooner without" if whole is not None else ""
         lines += wrap(f"The first batch did not need {count(len(found), 'thing')} before it{saves} (defer)", width)
     if run.optimized:
         lines += [Text()] if lines[-1].plain else []
@@ -163,7 +168,11 @@ def blame_rows(run: Run, rank: int) -> list[Row]:
         compiling = sum(one.end - one.start for one in inside.get((span.name, span.start), ()))
         notes = [f"failed: {span.error}" if span.error else _why(run, span)]
         notes.append(f"{seconds(compiling)} compiling" if compiling > SKEW else "")
-        notes += [f"{one.name} {seconds(one.end - one.start)}" for one in imported.get(span.name, ())[:2]]
+        packages: dict[str, float] = {}
+        for one in imported.get(span.name, ()):
+            packages[one.name] = packages.get(one.name, 0.0) + one.end - one.start
+        longest = sorted(packages.items(), key=lambda item: -item[1])[:2]
+        notes += [f"{package} {seconds(value)}" for package, value in longest]
         took, alone, note = span.end - span.start, work(span), ", ".join(note for note in notes if note)
         rows.append(Row(span.name, span.lane, took, alone, span.wait, slack.get(span.name), note, compiling))
     return sorted(rows, key=lambda row: -row.took)
@@ -207,7 +216,8 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
         line.rstrip()
         lines.append(line)
         if row.note and not beside:
-            lines.append(Text(f"{'':>{left - lanes - names - 4}}  └ {row.note}", style=QUIET))
+            at = left - lanes - names - 4
+            lines += wrap(f"{'':>{at}}  └ {row.note}", width, QUIET, rest=at + 4)
     if len(rows) > len(shown):
         rest = rows[len(shown) :]
         more = f"{len(rest)} more {'step' if len(rest) == 1 else 'steps'}"
@@ -538,9 +548,14 @@ def defer_view(run: Run, *, width: int = 80) -> View:
         for text in one.provided:
             lines += wrap(f"{'':>18}if {text}", width, QUIET, rest=20)
     lines.append(Text())
-    said = f"Together ~{seconds(max(0.0, whole))}, simulated with all of them after the first batch."
-    lines += wrap(said, width, "bold")
-    lines += wrap("A saving is 0 where the step was not on the chain that decided.", width, QUIET)
+    open_ = sum(one.saves is None for one in found)
+    if whole is None:
+        lines += wrap("What they save is not known: the time of their own was not recorded.", width, "bold")
+    else:
+        left = f", without the {open_} whose saving is not known" if open_ else ""
+        said = f"Together ~{seconds(max(0.0, whole))}, simulated with all of them after the first batch{left}."
+        lines += wrap(said, width, "bold")
+        lines += wrap("A saving is 0 where the step was not on the chain that decided.", width, QUIET)
     lines += [*looked_at, *next_verbs(width, *(("imports",) if run.imported else ()), "critical-chain")]
     return View(tuple(lines), data, finding=True)
 
@@ -737,7 +752,8 @@ def about(run: Run) -> dict[str, Any]:
     header = run.headers[min(run.headers)]
     return {
         "version": JSON_VERSION,
-        "run": run.number,
+        "run": run.number or None,
+        "name": run.name,
         "path": str(run.path),
         "job": header.job,
         "mode": header.mode,
@@ -805,16 +821,16 @@ def _optimized(run: Run, data: dict[str, Any], width: int) -> list[Text]:
 
 def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
     lines = _head(run, width)
-    lines.append(Text(f"No rank reached its {run.goal}.", style=LONGEST))
+    first = run.first_to_fail if len(run.headers) > 1 else None
+    failed = f" Rank {first} failed first:" if first is not None else ""
+    lines += wrap(f"No rank reached its {run.goal}.{failed}", width, LONGEST)
     at = {}
-    for rank in sorted(run.headers):
+    for rank in sorted(run.headers, key=lambda rank: (rank != first, rank)):
         last = stopped(run, rank)
         if last is not None:
             at[str(rank)] = last
-            ended = f"last recorded step {last['step']!r} ended"
-            what = f"{last['step']!r} failed with {last['error']}" if last["error"] else ended
-            lines += wrap(f"  rank {rank}: {what} after {seconds(last['end'])}", width)
-    data["stopped"] = at
+            lines += wrap(f"rank {rank}: {last['said']}", width, first=2, rest=4)
+    data["stopped"], data["first_to_fail"] = at, first
     lines += _notes(run, width)
     if run.optimized:
         lines += [Text(), *_optimized(run, data, width)]
@@ -823,12 +839,24 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
 
 
 def stopped(run: Run, rank: int) -> dict[str, Any] | None:
-    """The step in which a rank failed, else the last that ended there: its name, end and error. None without any."""
-    steps = steps_of(run, rank)
-    if not steps:
-        return None
-    last = max(steps, key=lambda span: (bool(span.error), span.end))
-    return {"step": last.name, "end": last.end - run.zero[rank], "error": last.error}
+    """What has ended a rank's script, else the step that failed or ended last there. None where neither is known.
+
+    That is the step's name, the seconds from the rank's start, the error and a sentence (`said`).
+    """
+    trailer = run.trailers.get(rank)
+    if trailer is not None and trailer.ended is not None:
+        step, end, error = trailer.ended.step, trailer.ended.at, trailer.ended.error
+    else:
+        steps = steps_of(run, rank)
+        if not steps:
+            return None
+        last = max(steps, key=lambda span: (bool(span.error), span.end))
+        step, end, error = last.name, last.end - run.zero[rank], last.error
+    named = f"in step {step!r}, " if step and not _PLACE.fullmatch(step) else ""
+    said = f"{error} ({named}after {seconds(end)})"
+    if not error:
+        said = f"last recorded step {step!r} ended after {seconds(end)}"
+    return {"step": step, "end": end, "error": error, "said": said}
 
 
 def _notes(run: Run, width: int, *, stage: str | None = None) -> list[Text]:
@@ -854,7 +882,8 @@ def _why(run: Run, span: Span) -> str:
     if run.graph is not None and span.name in run.graph:
         needs = {edge.before for edge in run.graph.predecessors(span.name) if edge.kind != "resource"}
         busy = [s for s in busy if s.name in needs or s.lane == last.lane or s.kind == "import"]
-    return f"rank {last.rank} was in {busy[-1].name}" if busy else f"last: rank {last.rank}"
+    where = repr(busy[-1].name) if busy and " " in busy[-1].name else busy[-1].name if busy else ""
+    return f"rank {last.rank} was in {where}" if busy else f"last: rank {last.rank}"
 
 
 def _behind(steps: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from initopt.ends import clock_of, end_of, first_to_fail
 from initopt.hooks import LEFT_TOGETHER
 from initopt.imports import Imported, ImportLine
 from initopt.record import (
@@ -81,14 +82,14 @@ class RecordError(ValueError):
         super().__init__(f"{path}{f' line {line}' if line else ''}: {problem}")
 
 
-def last_step(spans: Iterable[Span], graph: Graph | None) -> Span | None:
+def last_step(spans: Iterable[Span], graph: Graph | None, end: str = FIRST_STEP) -> Span | None:
     """The step that ends the start-up of one rank, None if the rank did not end it well.
 
-    That is `first_step`, or, where the graph has no such step, the one of the graph's steps that ended last.
+    That is `end` (see `Run.end`), or, where the graph has no such step, the one of the graph's steps that ended last.
     """
     steps = {span.name: span for span in spans if span.kind == "step" and not span.error}
-    if FIRST_STEP in steps or graph is None or FIRST_STEP in graph:
-        return steps.get(FIRST_STEP)
+    if end in steps or graph is None or end in graph:
+        return steps.get(end)
     if not len(graph) or not all(name in steps for name in graph):
         return None
     return max((steps[name] for name in graph), key=lambda span: span.end)
@@ -155,6 +156,13 @@ class Run:
         return f"{self.number:04}" if self.number else self.path.resolve().name
 
     @property
+    def first_to_fail(self) -> int | None:
+        """The rank whose script was ended first. None where that is open, as long as a rank lacks its last line."""
+        ends = [end_of(self.headers[rank], trailer) for rank, trailer in self.trailers.items()]
+        first = first_to_fail(ends) if len(ends) == len(self.headers) and not self.missing_ranks else None
+        return first.rank if first is not None else None
+
+    @property
     def own_cost(self) -> float:
         """Seconds that recording took on the rank where it took most. 0.0 if no rank came to its last line."""
         return max((trailer.own_cost for trailer in self.trailers.values()), default=0.0)
@@ -189,14 +197,20 @@ class Run:
         there, KeyError for a rank without a record.
         """
         zero = self.zero[rank]
-        last = last_step(self.of_rank(rank), self.graph)
+        last = last_step(self.of_rank(rank), self.graph, self.end)
         if last is not None:
             return last.end - zero
+        which = "this start-up (--until)"
+        if self.end == FIRST_STEP:
+            which = f"a start-up. Give the first training step that name: `with initopt.step({FIRST_STEP!r})`"
         raise RecordError(
-            self.path / f"rank{rank:05}.jsonl",
-            f"there is no finished step {FIRST_STEP!r}, which ends a start-up. Give the first training step that name: "
-            f"`with initopt.step({FIRST_STEP!r})`",
+            self.path / f"rank{rank:05}.jsonl", f"there is no finished step {self.end!r}, which ends {which}"
         )
+
+    @cached_property
+    def end(self) -> str:
+        """The name of the step that ends this start-up: `first_step`, or what `initopt.run --until` named."""
+        return next((header.goal for header in self.headers.values() if header.goal), FIRST_STEP)
 
     @property
     def goal(self) -> str:
@@ -204,9 +218,8 @@ class Run:
 
         Where `initopt.run --until` names the step that ends it, that name.
         """
-        named = next((header.goal for header in self.headers.values() if header.goal), "")
-        if named:
-            return named
+        if self.end != FIRST_STEP:
+            return self.end
         return "first batch" if self.graph is None or FIRST_STEP in self.graph else "last step"
 
     def meeting(self, span: Span) -> tuple[Span, ...]:
@@ -357,13 +370,13 @@ def _joined(path: Path, files: list[_File]) -> Run:
         if file.header is not None
     }
     late = _clock_offsets(headers, unaligned, warnings)
-    zero = {rank: start - late[_clock(headers[rank])] for rank, start in starts.items()}
+    zero = {rank: start - late[clock_of(headers[rank])] for rank, start in starts.items()}
     first = min(zero.values())
     zero = {rank: start - first for rank, start in zero.items()}
     spans = [_moved(span, zero[file.header.rank]) for file in files if file.header for span in file.spans]
     compiled = [_moved(one, zero[file.header.rank]) for file in files if file.header for one in file.compiled]
 
-    spans = _with_waits(spans, warnings)
+    spans = _with_waits(_imports_in_steps(spans), warnings)
     graph = None
     if (path / "graph.json").exists():
         from initopt.graph import Graph
@@ -407,10 +420,6 @@ def _moved(one: _Timed, by: float) -> _Timed:
     return replace(one, start=one.start + by, end=one.end + by)
 
 
-def _clock(header: Header) -> str:
-    return header.clock or header.host
-
-
 def _meets(span: Span) -> bool:
     return span.kind == "collective" and span.sequence >= 0 and not span.async_op
 
@@ -430,7 +439,7 @@ def _clock_offsets(
 
     A machine without a common meeting with one that is already aligned keeps its own clock, with a warning.
     """
-    clocks = {rank: _clock(header) for rank, header in headers.items()}
+    clocks = {rank: clock_of(header) for rank, header in headers.items()}
     offsets = {clocks[min(clocks)]: 0.0}
     if len(set(clocks.values())) == 1:
         return offsets
@@ -468,6 +477,20 @@ def _clock_offsets(
         for clock in found:
             del left[clock]
     return offsets
+
+
+def _imports_in_steps(spans: list[Span]) -> list[Span]:
+    """The spans with the step of each package that was imported while no step had a name: what that time is called."""
+    steps: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        if not span.step and (span.kind == "step" or span.name == "imports"):
+            steps[span.rank, span.lane].append(span)
+
+    def step(one: Span) -> str:
+        around = (s for s in steps[one.rank, one.lane] if s.start <= (one.start + one.end) / 2 <= s.end)
+        return next((s.name for s in around), "")
+
+    return [replace(s, step=step(s)) if s.kind == "import" and not s.step and s.name != "imports" else s for s in spans]
 
 
 def _with_waits(spans: list[Span], warnings: list[str]) -> list[Span]:

@@ -16,15 +16,28 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from initopt.entry_points import Event, Hooks
+from initopt.exits import Exit, Exits
 from initopt.first_training_step import FirstStep, Trained
 from initopt.imports import Recording, record_imports, recording
-from initopt.own_lines import Between, Moment, Own
+from initopt.own_lines import Between, Line, Moment, Own
 from initopt.process_tree import cpu_seconds
-from initopt.record import FIRST_STEP, Mode, Recorder, Span, Usage, current_recorder, run_numbers, run_root
+from initopt.record import (
+    FIRST_STEP,
+    Ended,
+    Mode,
+    Recorder,
+    Span,
+    Trailer,
+    Usage,
+    current_recorder,
+    run_numbers,
+    run_root,
+)
 from initopt.run import Wanted, forget, wanted
 
 if TYPE_CHECKING:
@@ -66,6 +79,7 @@ class WatchedRun:
         self._hooks = Hooks(self)
         self._watching = ExitStack()
         self._own = Own()
+        self._exits = Exits()
         self._is_rank = False
         self._done = False
         self._optimizing: Optimizing | None = None
@@ -251,6 +265,25 @@ class WatchedRun:
                 self._trained |= _places(optimizer)
                 self._usage = Usage(self._recorder.now(), cpu_seconds())
 
+    def exits(self, raised: SystemExit) -> None:
+        """Follow it: outside of a step nobody else does."""
+        with self._fail_safe():
+            self._follow(raised)
+
+    def _follow(self, raised: SystemExit) -> Exit | None:
+        now = self._own.now()
+        found = self._exits.follow(raised, now.time)
+        if found is not None and not found.lines:
+            found.lines, found.through = self._own.raised(raised) or now.lines, next(iter(now.lines), None)
+            handled = raised.__context__
+            if isinstance(handled, Exception):
+                # It was mostly logged, and the exit code is all that the interpreter sees.
+                found.after = self.failure(handled)
+            while handled is not None:
+                found.kept |= id(handled) == self._recorder.failed
+                handled = handled.__context__
+        return found
+
     def module_put_in(self) -> None:
         """Note it, if it isn't part of a step or an import."""
         if self._main() and not self._recorder.step_here():
@@ -299,6 +332,10 @@ class WatchedRun:
         lines = self._own.now().lines
         return f"{lines[-1].file}:{lines[-1].number}" if lines else ""
 
+    def step_of_imports(self) -> str:
+        """What is imported outside of a step belongs to this one: later, between steps, to what has no name yet."""
+        return "imports" if self._main() and not self._imports_over else ""
+
     @property
     def until(self) -> str:
         """The step that ends the start-up, empty where that is found."""
@@ -321,7 +358,7 @@ class WatchedRun:
 
     def _is_named(self) -> bool:
         """Whether the step that ends the start-up is known by its name."""
-        return bool(self.until) or self._recorder.in_first_step
+        return bool(self.until) or self._recorder.in_last_step
 
     def _main(self) -> bool:
         return threading.current_thread() is threading.main_thread()
@@ -341,6 +378,7 @@ class WatchedRun:
         if self._imports_over:
             return
         self._imports_over = True
+        self._exits.begins(self._own.outermost())
         time_, cpu = self._imports.last if self._imports is not None else (0.0, 0.0)
         if not time_:
             time_, cpu = time.perf_counter(), time.thread_time()
@@ -385,11 +423,9 @@ class WatchedRun:
                 self.finish(self._first.found)
             # Where nothing was seen but imports the script ended before it began, and has said why.
             elif self._is_rank or (self._imports_over and self._asked.program == self._pid and self._alone()):
-                ended = _uncaught()
-                if ended is not None:
-                    self._keep_error(ended)
+                how = self._ended()
                 self._leave()
-                self._say_no_first_batch(ended)
+                self._say_no_first_batch(how)
 
     def _alone(self) -> bool:
         """Whether the script has trained in its own process, as far as is known: it has started no recorded ranks."""
@@ -406,26 +442,67 @@ class WatchedRun:
         _say(f"{sentence(run, 0)} (rank 0, own cost {seconds(run.own_cost)})")
         _say(f"{_short(recorder.path)}   next: initopt blame")
 
-    def _say_no_first_batch(self, ended: BaseException | None) -> None:
+    def _say_no_first_batch(self, how: str) -> None:
         recorder = self._recorder
         if recorder.rank or recorder.path is None:
             return
-        how = f"with {self._kind_and_place(ended)}, " if ended is not None else ""
-        wanted_ = f"step {self.until!r}" if self.until else "training step"
-        _say(f"the script ended {how}without a {wanted_}, and so does its record: {_short(recorder.path)}")
+        if recorder.world_size > 1:
+            # Nobody waits for the others: it's what they have written down by now.
+            from initopt.ends import ends, who_failed
 
-    def _keep_error(self, ended: BaseException) -> None:
-        """Leave the exception that has ended the script in the step that it has ended."""
-        now = self._own.now()
-        if id(ended) != self._recorder.failed:
-            self._between.ends(Moment(now.time, now.cpu, self._own.raised(ended)), self.failure(ended))
+            for said in who_failed(ends(recorder.path), recorder.world_size):
+                _say(said)
+        wanted_ = f"step {self.until!r}" if self.until else "training step"
+        with_ = f"{' on rank 0' if recorder.world_size > 1 else ''}{f' with {how},' if how else ''}"
+        _say(f"the script ended{with_} without a {wanted_}, and so does its record: {_short(recorder.path)}")
+
+    def _ended(self) -> str:
+        """What has ended the script, without its message, left in the record; empty where it came to its end."""
+        left, raised = self._exits.left_at(), _uncaught()
+        here = (Line(id(left), os.path.basename(left.f_code.co_filename), left.f_lineno),) if left is not None else ()
+        exit_ = None if self._exits.finished else self._exits.ended
+        if raised is not None:
+            lines, kept = self._own.raised(raised), id(raised) == self._recorder.failed
+            self._put_end(self.failure(raised), lines, time.perf_counter(), kept=kept)
+            return self._kind_and_place(raised)
+        # If its line is another one, something else has left the program after this was caught.
+        same = not here or self._exits.raised_again or (exit_ is not None and exit_.through in (None, here[0]))
+        if exit_ is not None and same:
+            return self._exited(exit_, here) if exit_.code else ""
+        if not here:
+            return ""
+        how = f"SystemExit{_at(here)}"
+        self._put_end(how, here, time.perf_counter(), kept=False)
+        return how
+
+    def _exited(self, exit_: Exit, here: tuple[Line, ...]) -> str:
+        lines, last = exit_.lines or here, self._recorder.failed_last
+        # Whoever was called from no line of the script has seen what a step was left by.
+        kept = exit_.kept or (not exit_.lines and last is not None)
+        if kept and last is not None and not exit_.after and not last.error.startswith("exit code "):
+            exit_.after = last.error
+        how = f"exit code {exit_.code}{_at(lines)}"
+        self._put_end(_exit_message(how, exit_), lines, exit_.at, kept=kept)
+        return f"{how} after {exit_.after.partition(': ')[0]}" if exit_.after else how
+
+    def _put_end(self, error: str, lines: tuple[Line, ...], at: float, *, kept: bool) -> None:
+        """Leave what has ended the script in the step that it has ended; where that is `kept`, it is there."""
+        recorder = self._recorder
+        if kept:
+            recorder.ended = recorder.failed_last
+        else:
+            self._between.ends(Moment(time.perf_counter(), time.thread_time(), lines), error)
+            recorder.ends(error, at)
 
     def failure(self, raised: BaseException) -> str:
         """An exception in one line: `ValueError at train.py:3: its message`."""
+        if isinstance(raised, SystemExit):
+            found = self._follow(raised)
+            if found is not None:
+                found.kept = True
+                return _exit_message(f"exit code {found.code}{_at(found.lines)}", found)
         try:
-            said = next(iter(str(raised).splitlines()), "")
-            said = f"{said[:_MESSAGE]}..." if len(said) > _MESSAGE else said
-            return f"{self._kind_and_place(raised)}{f': {said}' if said else ''}"
+            return _message(self._kind_and_place(raised), str(raised))
         except Exception:
             # Theirs, asked for its text. The one that is being looked at goes on.
             return type(raised).__name__
@@ -433,7 +510,7 @@ class WatchedRun:
     def _kind_and_place(self, raised: BaseException) -> str:
         # What has not come up to the script yet will do so where that is now.
         lines = self._own.raised(raised) or self._own.now().lines
-        return f"{type(raised).__name__}{f' at {lines[-1].file}:{lines[-1].number}' if lines else ''}"
+        return f"{type(raised).__name__}{_at(lines)}"
 
     @contextmanager
     def _fail_safe(self) -> Iterator[None]:
@@ -458,12 +535,18 @@ class _Found(Recorder):
 
     def __init__(self, watched: WatchedRun) -> None:
         self._watched = watched
-        self.in_first_step = False
-        """Whether a block that is named so is running."""
+        self.in_last_step = False
+        """Whether a block with the name of the step that ends the start-up is running."""
         self.failed = 0
         """The last exception that has ended a step, by its `id`."""
+        self.failed_last: Ended | None = None
+        """What it was, and the innermost step that it has ended."""
+        self.ended: Ended | None = None
+        """What has ended the script."""
         super().__init__(watched.name, mode=watched.mode, root=watched.root)
-        self._goal = watched.until
+        self._end = watched.until or FIRST_STEP
+        if self._imports is not None:
+            self._imports.step_here = lambda: (self.step_here() or watched.step_of_imports(), self._lane())
 
     def _begin(self, entered: float) -> None:
         """When the imports end is known later."""
@@ -479,28 +562,35 @@ class _Found(Recorder):
         if not watched.here():
             yield
             return
-        if name == watched.until:
-            name = FIRST_STEP
-        if name == FIRST_STEP and self.in_first_step:
+        if name == self._end and self.in_last_step:
             yield
             return
         outermost = not self.step_here() and threading.current_thread() is threading.main_thread()
         if outermost:
             watched.step_begins()
-        self.in_first_step |= name == FIRST_STEP
+        self.in_last_step |= name == self._end
         try:
             with super().span(name, lane=lane, stage=stage):
                 yield
         finally:
-            self.in_first_step &= name != FIRST_STEP
+            self.in_last_step &= name != self._end
             if outermost:
                 watched.step_ended()
-        if name == FIRST_STEP:
+        if name == self._end:
             watched.named_end()
 
     def _failure(self, raised: BaseException) -> str:
-        self.failed = id(raised)
-        return self._watched.failure(raised)
+        said = self._watched.failure(raised)
+        if self.failed != id(raised) or self.failed_last is None:
+            self.failed, self.failed_last = id(raised), Ended(said, self.now(), self.step_here())
+        return said
+
+    def ends(self, error: str, at: float) -> None:
+        """Say what has ended the script at this `time.perf_counter`, outside of a step."""
+        self.ended = Ended(error, at - self._zero)
+
+    def _trailer(self) -> Trailer:
+        return replace(super()._trailer(), ended=self.ended)
 
     def step_seen(self, name: str, start: Moment, end: Moment, stage: str | None, error: str = "") -> None:
         """Write a step of this thread that is over."""
@@ -535,6 +625,21 @@ def _places(target: Any) -> set[int]:
     if type(target) in (torch.Tensor, torch.nn.Parameter):
         return {target.data_ptr()} - {0}
     return set()
+
+
+def _message(what: str, said: str) -> str:
+    """With the first line of a message, if there is any."""
+    said = next(iter(said.splitlines()), "")
+    said = f"{said[:_MESSAGE]}..." if len(said) > _MESSAGE else said
+    return f"{what}{f': {said}' if said else ''}"
+
+
+def _exit_message(how: str, exit_: Exit) -> str:
+    return f"{how} after {exit_.after}" if exit_.after and not exit_.words else _message(how, exit_.words)
+
+
+def _at(lines: tuple[Line, ...]) -> str:
+    return f" at {lines[-1].file}:{lines[-1].number}" if lines else ""
 
 
 def _uncaught() -> BaseException | None:

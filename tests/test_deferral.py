@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from initopt import Graph, Run, Span, Step
+from initopt import Graph, Run, Span, Step, report
 from initopt.deferral import Finding, findings, not_needed, together
 from initopt.imports import ImportLine
 from initopt.planned import saving
+from initopt.record import Watched
 from initopt.runs import RecordError
 from initopt.unused import Unused
 from tests.synthetic import serial_spans, wasteful, write_run
@@ -283,3 +284,14 @@ def test_a_rank_without_a_first_batch_has_nothing_to_save(tmp_path: Path) -> Non
     spans[1] = [span for span in spans[1] if span.name != "first_step"]
     run = Run.load(write_run(tmp_path, spans, graph=graph, extra=found))
     assert "group" in {finding.kind for finding in findings(run)}
+
+
+def test_savings_that_are_all_unknown_have_no_sum(tmp_path: Path) -> None:
+    unknown = Unused("loader", "train.py:90", "", alone=False)
+    run = Run.load(write_run(tmp_path, serial_spans()[:1], graph=None, extra=[Watched(True), unknown]))
+    view = report.defer_view(run)
+    assert [one.saves for one in findings(run)] == [None]
+    assert view.data["saves"] is None is together(run)
+    assert "       ?  data loader, no batch taken" in view.plain
+    assert "What they save is not known" in view.plain
+    assert "~0" not in view.plain + report.summary(run).plain

@@ -304,7 +304,7 @@ def test_what_was_optimized_and_whose_name_stands_where(tmp_path: Path, shown: O
         met = Span("all_reduce", late, 11.0, rank, "main", "collective", "process_group")
         met = replace(met, op="all_reduce", group="world", sequence=0)
         nested = [
-            Span(f"import {name}", at, at + 4.0, rank, "main", "import", "imports") for name, at in (("a", 1), ("b", 5))
+            Span(f"inside {name}", at, at + 4.0, rank, "main", "step", "imports") for name, at in (("a", 1), ("b", 5))
         ]
         first = [Span("imports", 0.0, 9.72, rank, "main", "import"), *nested, Span("until a.py:88", 9.72, joined, rank)]
         first += [Span("process_group", late, 11.0, rank), met, Span("model", 11.0, 12.0, rank)]
@@ -331,7 +331,7 @@ def test_what_was_optimized_and_whose_name_stands_where(tmp_path: Path, shown: O
     # A name over the wait beside it would be taken for that wait's.
     assert names["until a.py:88"][1] is None
     # What ran inside is drawn over it, so its name stands before that or above.
-    inside, name = names["import a"][0], names["imports"][1]
+    inside, name = names["inside a"][0], names["imports"][1]
     assert name["right"] < inside["left"] or name["bottom"] < inside["top"]
 
 
@@ -413,7 +413,7 @@ def test_a_start_up_that_stopped_says_where(tmp_path: Path, shown: Open) -> None
     tab = shown(Run.load(write_run(tmp_path, stopping_spans(), world_size=8)))
     text = tab.locator("main").inner_text()
     assert "No rank reached its first batch." in text
-    assert "failed in shard with OutOfMemoryError after 17.8s" in text
+    assert "OutOfMemoryError (in step 'shard', after 17.8s)" in text
     assert "no record of ranks 3-7" in text
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,6 +15,7 @@ from initopt.chain import split
 from initopt.record import Span
 from initopt.runs import Run
 from tests.synthetic import overlapped_spans, serial_spans, wasteful, write_run
+from tests.test_html_report import chromium  # noqa: F401  a fixture
 
 
 @pytest.fixture
@@ -129,3 +132,41 @@ def test_imports_are_parts_of_their_bar(tmp_path: Path) -> None:
     assert not any(bar.imports for bar in planned.bars)
     assert bars["imports"].about.splitlines()[1] == "torch 1.6s, torchrec 1.3s"
     assert "<!-- torch -->" in picture.draw(run, 1).decode()
+
+
+_TEXTS = """() => {
+  const found = [];
+  for (const group of document.querySelectorAll('g[id^="text_"]')) {
+    const boxes = [...group.querySelectorAll("use")].map((one) => one.getBoundingClientRect()).filter((b) => b.width);
+    if (!boxes.length) continue;
+    const edge = (side, most) => most(...boxes.map((box) => box[side]));
+    found.push([edge("left", Math.min), edge("top", Math.min), edge("right", Math.max), edge("bottom", Math.max)]);
+  }
+  const page = document.documentElement.getBoundingClientRect();
+  return [[page.left, page.top, page.right, page.bottom], found];
+}"""
+
+
+def test_no_text_lies_over_another_or_is_cut_off(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    forty = [Span(f"step number {n}", 3 + n / 10, 3.09 + n / 10, lane=("main", "io:data")[n % 2]) for n in range(40)]
+    long = [Span("a", 0, 0.02), Span("b", 0.02, 0.04), Span("x" * 90, 0.04, 1.0), Span("y" * 160, 1, 3, lane="z" * 60)]
+    cases = [
+        [[Span("imports", 0, 3, kind="import"), *forty, Span("first_step", 7, 7.2)]],
+        [[*long, Span("w" * 60, 3, 3.1), Span("first_step", 3.1, 3.15)]],
+        [[Span("first_step", 0, 0.05), Span("later", 0.1, 10.0, lane="io:x")]],
+        [serial_spans()[rank % 3] for rank in range(8)],
+    ]
+    tab = chromium.new_page()
+    for number, spans in enumerate(cases):
+        graph = {} if number == 3 else {"graph": None}
+        run = Run.load(write_run(tmp_path, spans, number=number + 1, **graph))  # type: ignore[arg-type]
+        file = tmp_path / f"{number}.svg"
+        file.write_bytes(picture.draw(run, 0))
+        tab.goto(file.as_uri())
+        page, texts = tab.evaluate(_TEXTS)
+        assert len(texts) > 10
+        for left, top, right, bottom in texts:
+            assert page[0] <= left and page[1] <= top and right <= page[2] and bottom <= page[3], (number, left, right)
+        for one, other in itertools.combinations(texts, 2):
+            apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+            assert apart, (number, one, other)

@@ -230,6 +230,15 @@ def test_the_data_is_json_with_a_version(name: str, serial: Run) -> None:
     assert data["run"] == 7
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_folder_that_was_renamed_has_no_number(name: str, serial: Run, tmp_path: Path) -> None:
+    run = Run.load((tmp_path / "0007").rename(tmp_path / "kept"))
+    data = VIEWS[name](run).data
+    assert (data["run"], data["name"]) == (None, "kept")
+    named = VIEWS[name](serial).data
+    assert (named["run"], named["name"]) == (7, "0007")
+
+
 def test_a_start_up_that_keeps_all_cores_busy_says_so(tmp_path: Path) -> None:
     path = write_run(tmp_path, overlapped_spans(), mode="overlap", cpu=4 * 9.2)
     view = report.summary(Run.load(path))
@@ -301,3 +310,7 @@ def test_one_format_for_times(value: float, text: str) -> None:
 
 def test_the_sentence(serial: Run) -> None:
     assert report.sentence(serial) == "first batch after 22.5s = 8.6s work + 2.8s wait + 11.1s queue"
+
+
+def test_the_sentence_leaves_out_what_is_not_known(stock: Run) -> None:
+    assert report.sentence(stock) == "first batch after 22.5s = 18.4s work + 4.1s wait"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from initopt.record import Ended
 from initopt.report import summary
 from initopt.run import FOLDER, VARIABLE, Wanted, behind, forget, interpreter_words
 from initopt.runs import Run
@@ -253,7 +255,7 @@ def test_until_names_the_step_that_ends_the_record(tmp_path: Path) -> None:
     assert Run.latest(tmp_path / ".initopt").goal == "ready"
     assert second == "initopt: .initopt/0001   next: initopt blame"
     run = Run.latest(tmp_path / ".initopt")
-    assert [span.name for span in run.spans if span.kind == "step"] == ["plan", "inner", "first_step"]
+    assert [span.name for span in run.spans if span.kind == "step"] == ["plan", "inner", "ready"]
     assert [note.text for note in run.notes] == ["the step 'ready' ends this start-up (--until)"]
 
 
@@ -290,6 +292,70 @@ def test_an_exception_is_in_the_step_that_it_has_ended_and_in_the_last_line(tmp_
         assert failed == [(where, f"{error} at script.py:{place}: {said}")]
         # The command names the cause with its line.
         assert f"{error} at script.py:{place}" in summary(run).plain
+
+
+@pytest.mark.parametrize(
+    ("way", "how", "failed"),
+    [
+        ("exit", "exit code 3 at script.py:12", "script.py:8-23: exit code 3 at script.py:12"),
+        ("step", "exit code 4 at script.py:15", "model: exit code 4 at script.py:15"),
+        ("words", "exit code 1 at script.py:16", "script.py:8-23: exit code 1 at script.py:16: no data"),
+        (
+            "handled",
+            "exit code 2 at script.py:20 after KeyError at script.py:18",
+            "script.py:8-23: exit code 2 at script.py:20 after KeyError at script.py:18: 'a row'",
+        ),
+        # The interpreter tells nobody with which code.
+        ("unseen", "SystemExit at script.py:26", "script.py:8-26: SystemExit at script.py:26"),
+        ("other", "SystemExit at script.py:25", "script.py:8-25: SystemExit at script.py:25"),
+        ("caught", "", ""),
+        ("late", "", ""),
+        ("well", "", ""),
+    ],
+)
+def test_an_exit_code_is_in_the_record_and_in_the_last_line(tmp_path: Path, way: str, how: str, failed: str) -> None:
+    name = script(
+        tmp_path,
+        """
+        import atexit
+        import sys
+        from sys import exit
+        import initopt
+        way = sys.argv[1]
+        atexit.register(lambda: way == "late" and exit(7))
+        with initopt.step("features"):
+            pass
+        def main():
+            if way in ("exit", "caught", "other"):
+                exit(3)
+            if way == "step":
+                with initopt.step("model"):
+                    raise SystemExit(260)
+            way == "words" and sys.exit("no data")
+            try:
+                way == "handled" and {}["a row"]
+            except KeyError:
+                sys.exit(2)
+            if way == "unseen":
+                raise SystemExit(6)
+        try: main()
+        except SystemExit as error:
+            if way == "other": raise SystemExit(5)
+            if way != "caught": raise
+        way == "well" and exit()
+        """,
+    )
+    stock, done = both(tmp_path, name, way)
+    theirs, own = (re.sub("0x[0-9a-f]+", "", text) for text in (stock.stderr, without_ours(done.stderr)))
+    assert (done.returncode, own) == (stock.returncode, theirs)
+    ours = f"with {how}, " if how else ""
+    last = f"initopt: the script ended {ours}without a training step, and so does its record: .initopt/0001"
+    assert done.stderr.splitlines()[-1] == last
+    run = Run.latest(tmp_path / ".initopt")
+    assert [f"{span.name}: {span.error}" for span in run.spans if span.error] == ([failed] if failed else [])
+    ended = run.trailers[0].ended
+    assert ended == (Ended(failed.partition(": ")[2], ended.at, "model" if way == "step" else "") if ended else None)
+    assert bool(ended) == bool(failed)
 
 
 @pytest.mark.parametrize(("words", "mode"), [([], "stock"), (["--optimize"], "optimized")])

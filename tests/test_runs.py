@@ -14,6 +14,7 @@ import pytest
 from initopt.graph import Graph, Step
 from initopt.record import FIRST_STEP, Header, Recorder, Span
 from initopt.runs import RecordError, Run
+from tests import synthetic
 
 TRAILER = {"kind": "trailer", "end": 9.0, "own_cost": 0.25, "peak_rss": 1}
 
@@ -302,3 +303,12 @@ def test_a_broken_graph_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "0001" / "graph.json").write_text(text)
     with pytest.raises(RecordError, match=r"0001/graph\.json: "):
         Run.load(tmp_path / "0001")
+
+
+def test_packages_belong_to_the_step_that_they_were_imported_in(tmp_path: Path) -> None:
+    spans = [Span("imports", 0, 3, kind="import"), Span("import torch", 0.5, 2, kind="import")]
+    spans += [Span("import late", 3.2, 3.6, kind="import"), Span("train.py:4-9", 3, 4), Span("first_step", 4, 5)]
+    spans += [Span("import elsewhere", 1, 2, lane="io", kind="import")]
+    run = Run.load(synthetic.write_run(tmp_path, [spans], graph=None))
+    steps = {span.name: span.step for span in run.spans if span.name.startswith("import ")}
+    assert steps == {"import torch": "imports", "import late": "train.py:4-9", "import elsewhere": ""}

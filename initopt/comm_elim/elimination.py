@@ -11,7 +11,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -306,10 +306,14 @@ def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:
 
 
 def _warn(text: str) -> None:
-    """Say it on rank 0, which speaks for all, of the line that has called into initopt or TorchRec."""
+    """Say it on rank 0, which speaks for all, of the line that has called into initopt or TorchRec.
+
+    Where warnings are errors it is one on all ranks, so that none goes on alone.
+    """
     rank = distributed.get_rank() if distributed.is_initialized() else int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        warnings.warn(f"initopt: {text}", stacklevel=caller_level("torchrec"))
+    level = caller_level("torchrec")
+    with warnings.catch_warnings(record=True) if rank else nullcontext():
+        warnings.warn(f"initopt: {text}", stacklevel=level)
 
 
 def _untested() -> str:

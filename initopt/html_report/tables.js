@@ -148,10 +148,7 @@ function ranks() {
 
 function stopping(row) {
   const last = row.stopped;
-  const how = !last ? "no step was recorded"
-    : last.error ? `failed in ${last.step} with ${last.error} after ${seconds(last.end)}`
-    : `last recorded step ${last.step}, ended after ${seconds(last.end)}`;
-  return [how, ...row.stuck].join("; ");
+  return [last ? last.said : "no step was recorded", ...row.stuck].join("; ");
 }
 
 function split(row, most) {
@@ -241,7 +238,10 @@ function advice() {
   const found = DATA.defer;
   if (found.unknown) return made.append(say(`Not known: ${found.unknown}.`));
   if (found.findings.length) {
-    made.append(say(`Together ${about(found.saves)}, simulated with all of them after the first batch.`));
+    const open = found.findings.filter((one) => one.saves === null).length;
+    const without = open ? `, without the ${open} whose saving is not known` : "";
+    made.append(say(found.saves === null ? "What they save is not known: the time of their own was not recorded."
+      : `Together ${about(found.saves)}, simulated with all of them after the first batch${without}.`));
     const rows = found.findings.map((one) => () => {
       const kept = one.kept.slice(0, 5).join(", ");
       const provided = kept ? [...one.provided, `keeps ${kept}, which it also brought in`] : one.provided;

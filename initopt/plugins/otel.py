@@ -50,7 +50,7 @@ def _export(run: Run, rank: int) -> None:
         context=trace.set_span_in_context(trace.INVALID_SPAN),
         start_time=_nanoseconds(header.process_start),
         attributes={
-            "initopt.run": run.number,
+            "initopt.run": run.name,
             "initopt.mode": header.mode,
             "initopt.rank": rank,
             "initopt.world_size": header.world_size,

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed, nn
@@ -140,15 +140,19 @@ def _settled(own: OwnPlan, told: Sequence[_Message], agreement: Agreement) -> Sh
     rank = distributed.get_rank(group)
     if agreement.strict and told[0].plan != _NONE:
         raise PlanError([_differs(own, told)])
+    refused = ""
     if rank == 0:
-        _say(own, told)
+        refused = _say(own, told)
     elif own.why and told[0].plan != _NONE:
         logger.warning("rank %d made no sharding plan: %s", rank, own.why)
-    plan = [own.plan]
-    distributed.broadcast_object_list(plan, group_src=0, group=group)
-    if plan[0] is None:
+    sent: list[Any] = [own.plan, refused]
+    distributed.broadcast_object_list(sent, group_src=0, group=group)
+    plan, refused = sent
+    if refused:
+        raise UserWarning(refused)
+    if plan is None:
         raise RuntimeError("rank 0 has no sharding plan to give to the others")
-    return plan[0]
+    return cast("ShardingPlan", plan)
 
 
 @dataclass(frozen=True)
@@ -170,14 +174,20 @@ def _number(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
-def _say(own: OwnPlan, told: Sequence[_Message]) -> None:
-    """Say on the first rank why the plan is broadcast."""
+def _say(own: OwnPlan, told: Sequence[_Message]) -> str:
+    """Say on the first rank why the plan is broadcast.
+
+    Returns the words where warnings are errors (`-W error`): on all ranks then, which would else wait for this one.
+    """
     if own.why:
         logger.warning("the other ranks wait for rank 0's sharding plan: %s", own.why)
-        return
-    warnings.warn(
-        f"initopt: {_differs(own, told)}. Rank 0's plan is used on all ranks, as TorchRec would", stacklevel=3
-    )
+        return ""
+    text = f"initopt: {_differs(own, told)}. Rank 0's plan is used on all ranks, as TorchRec would"
+    try:
+        warnings.warn(text, stacklevel=3)
+    except UserWarning:
+        return text
+    return ""
 
 
 def _differs(own: OwnPlan, told: Sequence[_Message]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import pytest
 
@@ -64,3 +65,13 @@ def test_an_unknown_name_is_said_on_rank_0_of_the_line_that_called(
     monkeypatch.setenv("RANK", "1")
     enter()
     assert not [one for one in recwarn if "INITOPT_DISABLE" in str(one.message)]
+
+
+def test_where_warnings_are_errors_it_is_one_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INITOPT_DISABLE", "nosuch")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="names 'nosuch'"):
+                Elimination()

@@ -58,6 +58,13 @@ def settled(change: Callable[[int, Any], None] | None = None, **arguments: Any) 
         own = plan_locally(planner, plans.bags([4000, 300]), plans.SHARDERS, rank=rank)
         plan = agree_on_plan(own, distributed.group.WORLD, torch.device("cpu"))
     said += [str(one.message) for one in warned if "initopt" in str(one.message)]
+    logging.getLogger("initopt").removeHandler(handler)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "initopt: ")
+        try:
+            agree_on_plan(own, distributed.group.WORLD, torch.device("cpu"))
+        except UserWarning as error:
+            said.append(f"an error: {error}")
     return plan_digest(plan), said, own.plan is not None
 
 
@@ -78,11 +85,13 @@ def of_other_memory(rank: int) -> Any:
 def test_a_rank_with_other_memory_takes_rank_0s_plan_and_that_is_said() -> None:
     (one, said, planned), (other, also_said, also_planned) = fork_ranks(settled, topology=of_other_memory)
     assert one == other and planned and also_planned
-    assert said == [
+    text = (
         "initopt: rank 1 has another sharding plan, it was made from other topology. Rank 0's plan is used on all "
         "ranks, as TorchRec would"
-    ]
-    assert also_said == []
+    )
+    # Where warnings are errors, no rank goes on without the other.
+    assert said == [text, f"an error: {text}"]
+    assert also_said == [f"an error: {text}"]
 
 
 def tightly(rank: int) -> Any:

@@ -13,6 +13,7 @@ import pytest
 
 from initopt.chain import finished_ranks, outer_steps
 from initopt.hooks import HIDDEN
+from initopt.report import summary
 from initopt.runs import Run
 from tests.multirank.launch import JobOutput, launch
 
@@ -83,9 +84,7 @@ def test_an_own_loop_after_a_validation(tmp_path: Path, losses: list[object]) ->
         assert in_order(["model", "thrown_away_step", "first_batch", "first_step"], steps(run, rank)), steps(run, rank)
         assert steps(run, rank).count("first_step") == 1
     said = job.ranks[0].stderr.splitlines()
-    assert re.fullmatch(
-        r"initopt: first batch after \S+ = \S+ work \+ \S+ wait \+ \S+ queue \(rank 0, own cost \d+ms\)", said[-2]
-    )
+    assert re.fullmatch(r"initopt: first batch after \S+ = \S+ work \+ \S+ wait \(rank 0, own cost \d+ms\)", said[-2])
     assert said[-1] == f"initopt: {run.path}   next: initopt blame"
     assert "initopt" not in job.ranks[1].stderr
 
@@ -129,6 +128,32 @@ def test_a_start_up_that_fails_has_its_own_traceback_first_and_whole(tmp_path: P
     run = Run.latest(tmp_path)
     errors = [span.error for span in run.spans if span.name == "first_batch"]
     assert errors == ["", f"KeyError at {place}: Caught KeyError in DataLoader worker process 0."]
+
+
+FAILING = """
+import torch.distributed
+
+torch.distributed.init_process_group("gloo")
+if torch.distributed.get_rank() == 1:
+    raise ValueError("it is ill")
+torch.distributed.barrier()
+"""
+
+
+def test_the_rank_that_failed_first_is_named_on_rank_0(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    job = start(tmp_path, str(tmp_path / "failing.py"))
+    assert [rank.returncode for rank in job.ranks] == [1, 1]
+    said = [line for line in job.ranks[0].stderr.splitlines() if line.startswith("initopt: ")]
+    assert said == [
+        "initopt: rank 1 failed first: ValueError at failing.py:6: it is ill",
+        "initopt: the script ended on rank 0 with RuntimeError at failing.py:7, without a training step, "
+        f"and so does its record: {tmp_path / '0001'}",
+    ]
+    run = Run.latest(tmp_path)
+    assert run.first_to_fail == 1
+    # It failed between steps, in lines that are no name beside the place of the error.
+    assert re.search(r"\n  rank 1: ValueError at failing.py:6: it is ill \(after \S+\)\n", summary(run).plain)
 
 
 def _unnumbered(text: str) -> str:
