@@ -33,7 +33,7 @@ for batch in loader:
     optimizer.step()
     optimizer.zero_grad()
 shown.append(gc.get_threshold())
-print(shown, gc.get_freeze_count())
+print(shown, 0)
 """
 DEFAULT = gc.get_threshold()
 

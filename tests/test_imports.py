@@ -58,7 +58,6 @@ def run_script(job: Path, text: str, *, env: Mapping[str, str] | None = None, fa
 
 
 END = """
-import dataclasses, json
 from initopt.imports import recording
 print(json.dumps(dataclasses.asdict(recording().end())))
 """
@@ -66,7 +65,7 @@ print(json.dumps(dataclasses.asdict(recording().end())))
 
 def recorded(job: Path, text: str, *, used: bool = False) -> dict[str, Any]:
     """What was found while the script ran, packages by name."""
-    script = f"import initopt; initopt.record_imports()\n{textwrap.dedent(text)}{END}"
+    script = f"import dataclasses, json, initopt; initopt.record_imports()\n{textwrap.dedent(text)}{END}"
     out, _ = run_script(job, script, env={"INITOPT_IMPORTS": "used"} if used else {})
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     found["packages"] = {one["package"]: one for one in found["packages"]}
@@ -76,7 +75,7 @@ def recorded(job: Path, text: str, *, used: bool = False) -> dict[str, Any]:
 def test_a_package_has_its_own_time_and_that_of_all_it_was_the_first_to_import(job: Path) -> None:
     installed(job, "outer.part", "import inner")
     installed(job, "outer.other", "import inner")
-    installed(job, "inner", "total = sum(range(300_000))")
+    installed(job, "inner", "total = sum(range(3_000_000))")
     (job / "site-packages/outer/__init__.py").write_text("\nimport outer.part, outer.other")
     found = recorded(job, "import outer")
     outer, inner = found["packages"]["outer"], found["packages"]["inner"]

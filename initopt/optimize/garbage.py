@@ -19,6 +19,9 @@ NAME = "gc"
 OLD = 100
 """Collections of the second generation until one of all generations may begin. Python's own threshold is 10."""
 
+FROZEN = 10_000
+"""Python 3.12 itself has some objects frozen as it begins. More than this were frozen by the script, and stay so."""
+
 _active: Thresholds | None = None
 _at_fork = False
 
@@ -41,7 +44,7 @@ class Garbage:
             self._set(WHILE_IMPORTING, *self._thresholds.before[1:])
             return
         self._set(*self._thresholds.before)
-        if self._on and not gc.get_freeze_count():
+        if self._on and gc.get_freeze_count() <= FROZEN:
             # Moves all objects to the oldest generation, without a look at them.
             gc.freeze()
             gc.unfreeze()
