@@ -38,6 +38,7 @@ _MESSAGE = 100
 
 _STEPS: dict[Event, tuple[str, str]] = {
     "checkpoint": ("checkpoint", "pre_train"),
+    "derived": ("dmp", "train_module_creation"),
     "dmp": ("dmp", "train_module_creation"),
     "group": ("process_group", "process_group_init"),
     "loader": ("loader", "preproc_creation"),
@@ -128,7 +129,9 @@ class WatchedRun:
                 self._recorder.__enter__()
             self._is_rank = True
             forget(self._asked)
-            self._watching.enter_context(self._recorder.collectives())
+            arrivals = self._optimizing.arrivals if self._optimizing is not None else None
+            around = arrivals.around if arrivals is not None else None
+            self._watching.enter_context(self._recorder.collectives(around=around))
             return True
         return False
 
@@ -252,6 +255,18 @@ class WatchedRun:
                 if self._imports is None or not self._imports.module_here():
                     self._imports_end()
                     self._between.module_put_in(self._own.now())
+
+    def main_step_begins(self, name: str) -> None:
+        """A step of the main thread begins."""
+        if self._optimizing is not None and self._optimizing.arrivals is not None:
+            with self._fail_safe():
+                self._optimizing.arrivals.step_begins(name)
+
+    def main_step_ended(self, error: BaseException | None) -> None:
+        """It has ended, perhaps with this error."""
+        if self._optimizing is not None and self._optimizing.arrivals is not None:
+            with self._fail_safe():
+                self._optimizing.arrivals.step_ended(error)
 
     def step_begins(self) -> None:
         """An outermost step of the main thread begins."""
@@ -379,6 +394,8 @@ class WatchedRun:
                 ended = _uncaught()
                 if ended is not None:
                     self._keep_error(ended)
+                    if self._optimizing is not None and self._optimizing.arrivals is not None:
+                        self._optimizing.arrivals.ends(ended)
                 self._leave()
                 self._say_no_first_batch(ended)
 
@@ -475,14 +492,24 @@ class _Found(Recorder):
         if name == FIRST_STEP and self.in_first_step:
             yield
             return
-        outermost = not self.step_here() and threading.current_thread() is threading.main_thread()
+        in_main = threading.current_thread() is threading.main_thread()
+        outermost = in_main and not self.step_here()
         if outermost:
             watched.step_begins()
+        if in_main:
+            watched.main_step_begins(name)
         self.in_first_step |= name == FIRST_STEP
+        error: BaseException | None = None
         try:
             with super().span(name, lane=lane, stage=stage):
                 yield
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
+            if in_main:
+                watched.main_step_ended(error)
+            error = None
             self.in_first_step &= name != FIRST_STEP
             if outermost:
                 watched.step_ended()

@@ -48,7 +48,7 @@ def test_names_are_taken_away_by_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("INITOPT_DISABLE", raising=False)
     assert enabled(reversed(NAMES)) == NAMES
     monkeypatch.setenv("INITOPT_DISABLE", "plan, groups,compile")
-    assert enabled(NAMES) == ("eliminate", "fill-once", "rendezvous")
+    assert enabled(NAMES) == ("eliminate", "fill-once", "failures", "patience", "order", "rendezvous")
     said = Said()
     optimizing = Optimizing([name for name in NAMES if name != "eliminate"], "train.py", "", said, is_script=False)
     assert optimizing.instead("plan", len) is len
