@@ -22,6 +22,8 @@ _LAYOUT = "what is agreed on"
 _TEXT = 4000
 """Characters of a value that are sent where values differ."""
 _SHOWN = 100
+_UNTOLD = 0x1B0D1_0000_0001
+"""The number of what a rank can't tell."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,20 @@ class _Assumption:
 class Agreement:
     """What the ranks of `group` assume, and one all_gather on `device` that shows whether they all do.
 
-    With `strict` every difference is an error.
+    With `strict` every difference is an error. `untold` runs on all ranks where one of them can't tell something
+    (see `cannot_tell`) that has no `otherwise`; without it that is an error.
     """
 
-    def __init__(self, group: Any, device: torch.device, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        group: Any,
+        device: torch.device,
+        *,
+        strict: bool = False,
+        untold: Callable[[Difference], None] | None = None,
+    ) -> None:
         self.group, self.device, self.strict = group, device, strict
+        self._untold = untold
         self.plan: Any = None
         """The sharding plan that all ranks are known to hold."""
         self._waiting: dict[str, _Assumption] = {}
@@ -85,6 +96,13 @@ class Agreement:
         One that is not `explained` is no mistake: where nothing else differs the ranks don't meet again to tell it.
         """
         self._add(key, _Assumption(digest(value), value, otherwise, explained=explained))
+
+    def cannot_tell(self, key: str, why: str, otherwise: Callable[[Difference], None] | None = None) -> None:
+        """Say, in place of `assume`, that this rank can't find out what it holds: a difference to all other ranks.
+
+        So it still meets them in `hold`.
+        """
+        self._add(key, _Assumption(_UNTOLD, f"it can't be told ({why})", otherwise))
 
     def tell(self, key: str, number: int) -> None:
         """Let the others know a number of 64 bits, which may differ; see `told`."""
@@ -116,11 +134,16 @@ class Agreement:
         if len(set(columns[0])) > 1:
             raise Disagreement([self._difference(_LAYOUT, columns[0], {_LAYOUT: "\n".join(said)})])
         self._told.update(zip(said, columns[1:], strict=True))
-        differing = [key for key, one in said.items() if one.compared and len(set(self._told[key])) > 1]
+        values = {key: set(self._told[key]) for key, one in said.items() if one.compared}
+        differing = [key for key, numbers in values.items() if len(numbers) > 1 or _UNTOLD in numbers]
         if not differing:
             return {}
-        wrong = [key for key in differing if self.strict or said[key].otherwise is None]
-        if wrong or any(said[key].explained for key in differing):
+        otherwise = {
+            key: said[key].otherwise or (self._untold if len(values[key] - {_UNTOLD}) < 2 else None)
+            for key in differing
+        }
+        wrong = [key for key in differing if self.strict or otherwise[key] is None]
+        if wrong or any(said[key].explained or _UNTOLD in values[key] for key in differing):
             texts = self._texts({key: said[key].text for key in differing})
         else:
             texts = [dict.fromkeys(differing, "")] * len(table)
@@ -129,9 +152,9 @@ class Agreement:
             # What else differs may say why.
             raise Disagreement([found[key] for key in (*wrong, *(key for key in differing if key not in wrong))])
         for key in differing:
-            otherwise = said[key].otherwise
-            assert otherwise is not None
-            otherwise(found[key])
+            instead = otherwise[key]
+            assert instead is not None
+            instead(found[key])
         return found
 
     def _add(self, key: str, assumption: _Assumption) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal, NoReturn, Protocol
 
 from initopt.hooks import HIDDEN, drop_frame, namespaces
@@ -21,6 +21,7 @@ Event = Literal[
     "backward",
     "batch",
     "checkpoint",
+    "derived",
     "dmp",
     "group",
     "loader",
@@ -76,6 +77,10 @@ ENTRY_POINTS = (
         "torchrec.distributed.model_parallel", "DistributedModelParallel.load_state_dict", "checkpoint", _TORCHREC
     ),
     EntryPoint("torchrec.distributed.model_parallel", "DistributedModelParallel.__init__", "dmp", _TORCHREC),
+    # A class of the script's own may fail before it comes to that.
+    EntryPoint(
+        "torchrec.distributed.model_parallel", "DistributedModelParallel.__init_subclass__", "derived", _TORCHREC
+    ),
     # Of a collection, which is one that is divided in two dimensions, first its own and then that of the other.
     EntryPoint("torchrec.distributed.model_parallel", "DMPCollection.__init__", "dmp", _TORCHREC),
     EntryPoint("torchrec.distributed.planner.planners", "EmbeddingPlannerBase.collective_plan", "plan", _TORCHREC),
@@ -205,6 +210,9 @@ class Hooks:
             owners: list[Any] = [kind for kind in own if "Eval" not in kind.__name__]
         else:
             owners = [getattr(module, owner, None) if owner else module]
+        if row.event == "derived":
+            self._watch_derived(owners[0], row, module)
+            return
         for one in owners:
             original = vars(one).get(name) if one is not None else None
             # An attribute that is missing, or is no plain function any more, is left alone.
@@ -212,6 +220,22 @@ class Hooks:
                 ours = self._hooked(original, row, module)
                 setattr(one, name, ours)
                 self._replaced.append((one, name, original, ours))
+
+    def _watch_derived(self, owner: Any, row: EntryPoint, module: ModuleType) -> None:
+        """Hook the `__init__` of each class that is derived from this one from now on, if it has its own."""
+        if not isinstance(owner, type) or "__init_subclass__" in vars(owner):
+            return
+        kind: Any = owner
+
+        def derived(one: Any, /, **words: Any) -> None:
+            super(kind, one).__init_subclass__(**words)
+            original = vars(one).get("__init__")
+            if self.on and isinstance(original, FunctionType):
+                one.__init__ = ours = self._hooked(original, row, module)
+                self._replaced.append((one, "__init__", original, ours))
+
+        kind.__init_subclass__ = classmethod(derived)
+        self._handles.append(_Put(kind))
 
     def _hooked(self, function: Callable[..., Any], row: EntryPoint, module: ModuleType) -> Callable[..., Any]:
         watcher, event = self._watcher, row.event
@@ -310,6 +334,17 @@ def _bind(functions: Mapping[tuple[str, int], Any]) -> None:
         for name in names & space.keys():
             if (name, id(space[name])) in functions:
                 space[name] = functions[name, id(space[name])]
+
+
+class _Put:
+    """An `__init_subclass__` that was put into a class."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def remove(self) -> None:
+        """Take it out."""
+        del self._kind.__init_subclass__
 
 
 def _disguised(ours: Any, function: Callable[..., Any]) -> Callable[..., Any]:

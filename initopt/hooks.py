@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from types import FrameType, FunctionType, ModuleType
@@ -173,6 +173,9 @@ class Listener(Protocol):
 
     def enters(self, meeting: Meeting) -> None:
         """A call begins: all that is known of it before it ends, `end` being its start. May raise as `begins` may."""
+
+    def around(self, meeting: Meeting, group: Any) -> AbstractContextManager[None]:
+        """What the call is made in, within its time. `group` is the one it was given. May raise as `begins` may."""
 
     def reads_payloads(self) -> bool:
         """Whether what is put in shall be read for a checksum."""
@@ -419,7 +422,8 @@ class _Watch:
         called = time.thread_time()
         start = time.perf_counter()
         try:
-            result = function(*arguments.args, **arguments.kwargs)
+            with self._listener.around(meeting, given):
+                result = function(*arguments.args, **arguments.kwargs)
             return result
         except BaseException as raised:
             error = type(raised).__name__

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 from initopt.agreement import Difference, Disagreement
@@ -118,6 +118,9 @@ class _Order:
             told = [place, [one[2] for one in found], [f"{one[0]} at {one[1]}" for one in found]]
             self._told = _difference(json.loads(self._store.compare_set("differs", "", json.dumps(told))))
             self._stop()
+
+    def around(self, meeting: Meeting, group: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reads_payloads(self) -> bool:
         return False

@@ -34,6 +34,9 @@ TABLE = (
     Optimization("eliminate", "meetings of ranks are left out", "DistributedModelParallel", together=True),
     Optimization("fill-once", "tables are filled once", "DistributedModelParallel"),
     Optimization("compile", "compiled code is kept, and shared by the ranks of a host", "the first compile"),
+    Optimization("failures", "a step that fails on one rank ends the others' wait", "any meeting", together=True),
+    Optimization("patience", "a late rank is named, and waited for longer", "any meeting", together=True),
+    Optimization("order", "meetings that differ between ranks are stopped", "any meeting", together=True),
 )
 """All that is applied, in the order in which a trainer comes to it."""
 

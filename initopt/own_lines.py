@@ -57,6 +57,12 @@ class Own:
         package = self._package()
         return next((f for f, _ in reversed(list(walk_stack(sys._getframe(1)))) if self._is_own(f, package)), None)
 
+    def of_thread(self, ident: int) -> tuple[Line, ...]:
+        """The lines that a thread is in at this moment, the outermost first."""
+        # Private by its name, and documented.
+        frame = sys._current_frames().get(ident)
+        return self._lines(reversed(list(walk_stack(frame)))) if frame is not None else ()
+
     def raised(self, error: BaseException) -> tuple[Line, ...]:
         """The lines in which an exception that has come up to here was raised, the outermost first."""
         return self._lines(walk_tb(error.__traceback__))

@@ -458,19 +458,22 @@ class Recorder:
             self._where.step, self._where.lane = outer
 
     @contextmanager
-    def collectives(self, before: Callable[[str, str], None] | None = None) -> Iterator[None]:
+    def collectives(
+        self, before: Callable[[str, str], None] | None = None, around: _Around | None = None
+    ) -> Iterator[None]:
         """Record the meetings of this process until the block ends or the recorder is closed. Imports torch.
 
         What torch's compiler does meanwhile is recorded as well, from the moment on that something else imports it.
 
         `before` is called with the operation and the call site (`file:line`) of each, and may raise to prevent it.
+        `around` is called with the meeting and the group that it was given: the call is made in what it returns.
         """
         from initopt.compile_cache.compile_events import watching
         from initopt.hooks import watched
 
         with ExitStack() as hooks:
             with self._fail_safe():
-                hooks.enter_context(watched(_Meetings(self, before), self._calls))
+                hooks.enter_context(watched(_Meetings(self, before, around), self._calls))
                 hooks.enter_context(watching(self._has_compiled))
                 hooks.enter_context(self._watch.loaders())
             self._hooks.append(hooks)
@@ -867,6 +870,7 @@ def current_recorder() -> Recorder | None:
 
 
 _LATE = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+_Around = Callable[["Meeting", Any], AbstractContextManager[None]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _current: Recorder | None = None
@@ -919,9 +923,10 @@ _LINE = {
 class _Meetings:
     """Turns the meetings that the hooks see into spans of a recorder."""
 
-    def __init__(self, recorder: Recorder, before: Callable[[str, str], None] | None) -> None:
+    def __init__(self, recorder: Recorder, before: Callable[[str, str], None] | None, around: _Around | None) -> None:
         self._recorder = recorder
         self._before = before
+        self._around = around
 
     def begins(self, op: str, call_site: str) -> None:
         if self._before is not None:
@@ -942,6 +947,9 @@ class _Meetings:
             lane=recorder._lane(),
         )
         recorder._write(begun, entered)
+
+    def around(self, meeting: Meeting, group: Any) -> AbstractContextManager[None]:
+        return nullcontext() if self._around is None else self._around(meeting, group)
 
     def reads_payloads(self) -> bool:
         # Training has no time for it.

@@ -51,6 +51,7 @@ _MESSAGE = 100
 
 _STEPS: dict[Event, tuple[str, str]] = {
     "checkpoint": ("checkpoint", "pre_train"),
+    "derived": ("dmp", "train_module_creation"),
     "dmp": ("dmp", "train_module_creation"),
     "group": ("process_group", "process_group_init"),
     "loader": ("loader", "preproc_creation"),
@@ -148,7 +149,9 @@ class WatchedRun:
                 self._recorder.__enter__()
             self._is_rank = True
             forget(self._asked)
-            self._watching.enter_context(self._recorder.collectives())
+            arrivals = self._optimizing.arrivals if self._optimizing is not None else None
+            around = arrivals.around if arrivals is not None else None
+            self._watching.enter_context(self._recorder.collectives(around=around))
             return True
         return False
 
@@ -291,6 +294,18 @@ class WatchedRun:
                 if self._imports is None or not self._imports.module_here():
                     self._imports_end()
                     self._between.module_put_in(self._own.now())
+
+    def main_step_begins(self, name: str) -> None:
+        """A step of the main thread begins."""
+        if self._optimizing is not None and self._optimizing.arrivals is not None:
+            with self._fail_safe():
+                self._optimizing.arrivals.step_begins(name)
+
+    def main_step_ended(self, error: BaseException | None) -> None:
+        """It has ended, perhaps with this error."""
+        if self._optimizing is not None and self._optimizing.arrivals is not None:
+            with self._fail_safe():
+                self._optimizing.arrivals.step_ended(error)
 
     def step_begins(self) -> None:
         """An outermost step of the main thread begins."""
@@ -464,6 +479,8 @@ class WatchedRun:
         if raised is not None:
             lines, kept = self._own.raised(raised), id(raised) == self._recorder.failed
             self._put_end(self.failure(raised), lines, time.perf_counter(), kept=kept)
+            if self._optimizing is not None and self._optimizing.arrivals is not None:
+                self._optimizing.arrivals.ends(raised)
             return self._kind_and_place(raised)
         # If its line is another one, something else has left the program after this was caught.
         same = not here or self._exits.raised_again or (exit_ is not None and exit_.through in (None, here[0]))
@@ -565,14 +582,24 @@ class _Found(Recorder):
         if name == self._end and self.in_last_step:
             yield
             return
-        outermost = not self.step_here() and threading.current_thread() is threading.main_thread()
+        in_main = threading.current_thread() is threading.main_thread()
+        outermost = in_main and not self.step_here()
         if outermost:
             watched.step_begins()
+        if in_main:
+            watched.main_step_begins(name)
         self.in_last_step |= name == self._end
+        error: BaseException | None = None
         try:
             with super().span(name, lane=lane, stage=stage):
                 yield
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
+            if in_main:
+                watched.main_step_ended(error)
+            error = None
             self.in_last_step &= name != self._end
             if outermost:
                 watched.step_ended()

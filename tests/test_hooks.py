@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -33,6 +34,9 @@ class Listener:
 
     def enters(self, meeting: Meeting) -> None:
         self.entered.append(meeting)
+
+    def around(self, meeting: Meeting, group: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reads_payloads(self) -> bool:
         return True

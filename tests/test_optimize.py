@@ -48,7 +48,7 @@ def test_names_are_taken_away_by_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("INITOPT_DISABLE", raising=False)
     assert enabled(reversed(NAMES)) == NAMES
     monkeypatch.setenv("INITOPT_DISABLE", "plan, groups,compile")
-    assert enabled(NAMES) == ("gc", "rendezvous", "eliminate", "fill-once")
+    assert enabled(NAMES) == ("gc", "rendezvous", "eliminate", "fill-once", "failures", "patience", "order")
     said = Said()
     optimizing = Optimizing([name for name in NAMES if name != "eliminate"], "train.py", "", said, is_script=False)
     assert optimizing.instead("plan", len) is len
@@ -137,6 +137,29 @@ def test_another_rendezvous_is_torch_s(other: str, torchrun_store: Any, monkeypa
         "the script's rendezvous is not the one that torchrun has set up"
     ]
     early._wait()
+
+
+def test_an_address_that_no_rank_serves_is_named(
+    torchrun_store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(early, "SPEAK", 0.05)
+    said = threading.Event()
+    monkeypatch.setattr(early, "_say_nobody_serves", lambda url, say=early._say_nobody_serves: say(url) or said.set())
+
+    def waiting(*_: Any, **__: Any) -> Iterator[Any]:
+        said.wait()
+        yield "store"
+
+    store = EarlyStore(Said())
+    url = "tcp://127.0.0.1:1"
+    assert next(store.instead(waiting)(url, 0, 2)) == "store"
+    assert capsys.readouterr().err.startswith(f"initopt: nothing has answered at {url} for 0.05 s. Under torchrun")
+    # The job's own is served, by the agent.
+    timers = []
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: timers.append(timer))
+    own = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+    assert [next(store.instead(lambda *_: iter("s"))(one, 0, 2)) for one in (own, "file:///x", url)] == ["s"] * 3
+    assert len(timers) == 1
 
 
 def test_without_torchrun_s_store_nothing_is_connected(torchrun_store: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,23 +85,27 @@ class Elimination:
         `parameters` the dense parameters are compared when DistributedModelParallel begins, in a collective of their
         own: choose that where something may still write to them.
         """
-        self._agreement = agreement = Agreement(group, device, strict=self.strict)
+        everything = functools.partial(self._stay, REWRITES)
+        self._agreement = agreement = Agreement(group, device, strict=self.strict, untold=everything)
         self._model = model
         self._rewrites = self._chosen
-        everything = functools.partial(self._stay, REWRITES)
-        agreement.assume("rewrites", "\n".join(self._rewrites), everything)
-        agreement.assume("versions", assumed.versions(model), everything)
-        agreement.assume("environment", assumed.environment(), everything)
-        agreement.assume("schedule", schedule, everything)
-        agreement.assume("tables", assumed.tables(model, sharders))
-        if "validation_flag" in self._rewrites:
-            self._flag = validation_flag.found()
-        agreement.assume("validation flag", self._flag.text(), self._flag_stays)
-        which = groups.found() if "groups" in self._rewrites else ""
-        agreement.assume("process groups", which, functools.partial(self._stay, ["groups"]))
+        tell = functools.partial(_tell, agreement)
+        tell("rewrites", lambda: "\n".join(self._rewrites), everything)
+        tell("versions", lambda: assumed.versions(model), everything)
+        tell("environment", assumed.environment, everything)
+        tell("schedule", lambda: schedule, everything)
+        tell("tables", lambda: assumed.tables(model, sharders))
+        tell("validation flag", self._find_flag, self._flag_stays)
+        which = groups.found if "groups" in self._rewrites else str
+        tell("process groups", which, functools.partial(self._stay, ["groups"]))
         if parameters:
             self._compare_parameters(agreement, model, sharders, wrapped=True)
         return agreement
+
+    def _find_flag(self) -> str:
+        if "validation_flag" in self._rewrites:
+            self._flag = validation_flag.found()
+        return self._flag.text()
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -160,19 +164,19 @@ class Elimination:
         wrapper, collection = given["data_parallel_wrapper"], "global_pg" in given
         agreement, self._agreement = self._agreement, None
         if agreement is None or model is not self._model or not agreement.held("rewrites"):
-            if not (self.strict or collection or wrapper is not None or due(model, plan, sharders)):
+            if not (self.strict or collection or wrapper is not None or _due(model, plan, sharders)):
                 self._keep(REWRITES, "there is no more than one meeting", whole=False)
                 make()
                 return
             where = torch.device("cpu") if "gloo" in distributed.get_backend() else device
             agreement = self.agreement(distributed.group.WORLD, where, model, sharders)
         if plan is not None and agreement.plan is not plan:
-            agreement.assume("sharding plan of DistributedModelParallel", assumed.placement(plan))
+            _tell(agreement, "sharding plan of DistributedModelParallel", lambda: assumed.placement(plan))
         if collection:
             # TorchRec turns the plans into those of a rank's own sharding group: this is before.
-            agreement.assume("two-dimensional sharding", assumed.two_dimensional(given))
+            _tell(agreement, "two-dimensional sharding", lambda: assumed.two_dimensional(given))
         if wrapper is not None:
-            agreement.assume("data-parallel wrapper", assumed.wrapper(wrapper))
+            _tell(agreement, "data-parallel wrapper", lambda: assumed.wrapper(wrapper))
         if not agreement.held(_VALUES):
             self._compare_parameters(
                 agreement, model, sharders, wrapped=wrapper is None and given["init_data_parallel"]
@@ -231,13 +235,20 @@ class Elimination:
     def _compare_parameters(
         self, agreement: Agreement, model: nn.Module, sharders: Sequence[Any], *, wrapped: bool
     ) -> None:
-        self._dense = Dense(model, sharders)
         # DistributedDataParallel would fail on some ranks, and leave the others waiting for them.
         unwrapped = functools.partial(self._stay, ["ddp_sync"])
-        agreement.assume(_SHAPES, self._dense.shapes(), None if wrapped else unwrapped)
-        agreement.assume(_FORMS, self._dense.forms(), functools.partial(self._stay, ["ddp_sync"]))
+        found: list[Dense] = []
+
+        def dense() -> Dense:
+            if not found:
+                found.append(Dense(model, sharders))
+            return found[0]
+
+        _tell(agreement, _SHAPES, lambda: dense().shapes(), None if wrapped else unwrapped)
+        _tell(agreement, _FORMS, lambda: dense().forms(), unwrapped)
         # Other seeds on other ranks are no mistake: TorchRec sends rank 0's values.
-        agreement.assume(_VALUES, self._dense.values(), self._values_stay, explained=False)
+        _tell(agreement, _VALUES, lambda: dense().values(), self._values_stay, explained=False)
+        self._dense = found[0] if found else None
 
     def _by(self, name: str) -> tuple[Callable[[int], None], Callable[[str], None]]:
         return functools.partial(self._count, name), lambda why: self._keep([name], why, whole=False)
@@ -285,6 +296,31 @@ def eliminated(rewrites: Iterable[str] = REWRITES, *, strict: bool = False) -> I
     elimination = Elimination(rewrites, strict=strict)
     with elimination.block():
         yield elimination
+
+
+def _due(model: nn.Module, plan: Any, sharders: Sequence[Any]) -> str:
+    """As `due`; where that can't be looked at on this rank the others mostly meet, and it comes to meet them."""
+    try:
+        return due(model, plan, sharders)
+    except Exception as error:
+        return f"what could not be looked at ({type(error).__name__})"
+
+
+def _tell(
+    agreement: Agreement,
+    key: str,
+    found: Callable[[], str],
+    otherwise: Callable[[Difference], None] | None = None,
+    *,
+    explained: bool = True,
+) -> None:
+    """Assume what is found. Where that fails on this rank it still has to meet the others, who wait for it."""
+    try:
+        value = found()
+    except Exception as error:
+        agreement.cannot_tell(key, f"{type(error).__name__}: {error}", otherwise)
+    else:
+        agreement.assume(key, value, otherwise, explained=explained)
 
 
 def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:

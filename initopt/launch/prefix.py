@@ -54,6 +54,17 @@ _OF_A_PROPERTY = ("deleter", "getter", "setter")
 _BASES = ("builtins", "numpy", "torch", "torchrec", "__main__")
 """Where classes come from, besides Python's own, that do nothing when another class is derived from them."""
 
+_ACTS = "?"
+"""The meaning of a class of the script's own that runs code of its own where it is derived from, or subscripted."""
+
+_RUN_BY_ENUM = frozenset(
+    {
+        *("__eq__", "__getattr__", "__hash__", "__init__", "__init_subclass__", "__new__", "__set_name__"),
+        *("_generate_next_value_", "_missing_"),
+    }
+)
+"""What an enumeration may define that runs while its members, or those of a class derived from it, are made."""
+
 _PLAIN = (
     *(ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.Set),
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.JoinedStr, ast.FormattedValue, ast.keyword),
@@ -93,7 +104,7 @@ def prefix_of(source: str | bytes, name: str) -> Prefix:
                 )
             if not _sets_a_rank_s(statement):
                 run.append(statement)
-        names.update(_meanings(statement))
+        names.update(_meanings(statement, names))
     return Prefix(tuple(run))
 
 
@@ -118,7 +129,7 @@ def imports(statements: Sequence[ast.stmt], known: Container[str] = ()) -> Itera
             )
 
 
-def _meanings(statement: ast.AST) -> Iterator[tuple[str, str]]:
+def _meanings(statement: ast.AST, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The names that a statement binds, each with the absolute name of what it means; empty where that isn't known."""
     if isinstance(statement, ast.Import):
         for alias in statement.names:
@@ -129,14 +140,29 @@ def _meanings(statement: ast.AST) -> Iterator[tuple[str, str]]:
     elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
         yield statement.name, ""
     elif isinstance(statement, ast.ClassDef):
-        acts = any(getattr(inner, "name", "") == "__init_subclass__" for inner in statement.body)
-        yield statement.name, "" if acts else f"__main__.{statement.name}"
+        acts = _defined(statement) & {"__init_subclass__", "__class_getitem__"}
+        home = "enum" if _is_enum(statement, names) else "__main__"
+        yield statement.name, _ACTS if acts else f"{home}.{statement.name}"
+    elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name | ast.Attribute):
+        for target in statement.targets:
+            yield from ((name, _meaning(statement.value, names)) for name, _ in _meanings(target, names))
     elif isinstance(statement, ast.Name):
         if isinstance(statement.ctx, ast.Store):
             yield statement.id, ""
     else:
         for child in ast.iter_child_nodes(statement):
-            yield from _meanings(child)
+            yield from _meanings(child, names)
+
+
+def _defined(kind: ast.ClassDef) -> set[str]:
+    """The names that the body of a class defines."""
+    return {getattr(inner, "name", "") for inner in kind.body} | {
+        name for inner in kind.body for name, _ in _meanings(inner, {})
+    }
+
+
+def _is_enum(kind: ast.ClassDef, names: Mapping[str, str]) -> bool:
+    return any(_meaning(base, names).startswith("enum.") for base in kind.bases)
 
 
 def _meaning(value: ast.expr, names: Mapping[str, str]) -> str:
@@ -173,10 +199,32 @@ def _only_defines(statement: ast.stmt, names: Mapping[str, str]) -> bool:
                 for word in statement.keywords
             )
             and all(_only_defines(inner, names) or _only_names(inner, names) for inner in statement.body)
+            and not any(_brings_code(inner, names) for inner in statement.body)
+            and not (_is_enum(statement, names) and _makes_members_itself(statement, names))
         )
     return isinstance(statement, ast.Pass) or (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     )
+
+
+def _brings_code(inner: ast.stmt, names: Mapping[str, str]) -> bool:
+    """Whether a class gets an attribute from elsewhere, whose `__set_name__` would run as the class is made."""
+    value = inner.value if isinstance(inner, ast.Assign | ast.AnnAssign) else None
+    if not isinstance(value, ast.Name | ast.Attribute | ast.Subscript | ast.IfExp | ast.BoolOp):
+        return False
+    places = {names.get(node.id, "builtins") for node in ast.walk(value) if isinstance(node, ast.Name)}
+    return any(place and not _from_plain(place) for place in places)
+
+
+def _makes_members_itself(kind: ast.ClassDef, names: Mapping[str, str]) -> bool:
+    """Whether an enumeration runs code of the script's own, or of a class of its own, while its members are made."""
+    mixed = any(_meaning(base, names).startswith("__main__.") for base in kind.bases)
+    return mixed or bool(_defined(kind) & _RUN_BY_ENUM)
+
+
+def _from_plain(place: str) -> bool:
+    root = place.partition(".")[0]
+    return root in _BASES or root in sys.stdlib_module_names
 
 
 def _plain_decorators(decorators: Sequence[ast.expr], names: Mapping[str, str]) -> bool:
@@ -203,8 +251,8 @@ def _of_a_property(decorator: ast.expr, names: Mapping[str, str]) -> bool:
 
 
 def _plain_base(base: ast.expr, names: Mapping[str, str]) -> bool:
-    place = _meaning(base.value if isinstance(base, ast.Subscript) else base, names).partition(".")[0]
-    return (place in _BASES or place in sys.stdlib_module_names) and _plain(base, names)
+    place = _meaning(base.value if isinstance(base, ast.Subscript) else base, names)
+    return _from_plain(place) and _plain(base, names)
 
 
 def _only_names(statement: ast.stmt, names: Mapping[str, str]) -> bool:
@@ -300,7 +348,11 @@ def _plain(value: ast.AST | None, names: Mapping[str, str]) -> bool:
     if isinstance(value, ast.Lambda):
         return all(_plain(default, names) for default in (*value.args.defaults, *value.args.kw_defaults))
     if isinstance(value, ast.Call):
-        called = ast.unparse(value.func).rpartition(".")[2] in _PLAIN_CALLS or _meaning(value.func, names) in _VALUES
+        meaning = _meaning(value.func, names)
+        # Something of the script's own may have such a name, too.
+        own = meaning.startswith(("__main__.", _ACTS)) or (isinstance(value.func, ast.Name) and not meaning)
+        called = (ast.unparse(value.func).rpartition(".")[2] in _PLAIN_CALLS and not own) or meaning in _VALUES
     else:
-        called = isinstance(value, _PLAIN)
+        acts = isinstance(value, ast.Subscript) and _meaning(value.value, names).startswith(_ACTS)
+        called = isinstance(value, _PLAIN) and not acts
     return called and all(_plain(child, names) for child in ast.iter_child_nodes(value))

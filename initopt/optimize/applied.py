@@ -17,12 +17,14 @@ from typing import Any
 
 from initopt.entry_points import Event
 from initopt.hooks import drop_own_frames
-from initopt.optimizations import TABLE, enabled
+from initopt.optimizations import NAMES, TABLE, enabled
+from initopt.optimize import arrivals
+from initopt.optimize.arrivals import Arrivals
 from initopt.optimize.compiled import CompiledOnce
 from initopt.optimize.eliminate import eliminate
 from initopt.optimize.garbage import Garbage
 from initopt.optimize.loaders import Loaders
-from initopt.optimize.plan import Plan
+from initopt.optimize.plan import Plan, explained
 from initopt.optimize.rendezvous import EarlyStore
 from initopt.optimize.saying import Saying
 from initopt.optimize.tables import filled_once
@@ -68,6 +70,9 @@ class Optimizing:
         early = "rendezvous" in self._on and is_script
         self._early = EarlyStore(saying) if early else None
         self._garbage = Garbage(saying) if "gc" in self._on else None
+        at_meetings = [name for name in arrivals.NAMES if name in self._on]
+        self.arrivals = Arrivals(at_meetings, self._together, saying) if at_meetings else None
+        """Who comes to meetings, None where that is nobody's business."""
 
     def outermost_import(self, begins: bool) -> None:
         """The main thread begins an import outside of any other, or has ended it."""
@@ -95,13 +100,19 @@ class Optimizing:
     def joined(self) -> None:
         """The default process group was made."""
         with self._saying.costs_only("eliminate"):
+            if self.arrivals is not None:
+                self.arrivals.joined()
             self._together.joined()
 
     def instead(self, event: Event, function: Callable[..., Any]) -> Callable[..., Any]:
         """What is called at an entry point in place of `function`."""
         if event == "plan" and "plan" in self._on:
             return _clean(self._plan.instead(function))
-        if event == "dmp" and {"eliminate", "fill-once"} & set(self._on) and not getattr(self._here, "in_dmp", False):
+        if (
+            event == "dmp"
+            and {"eliminate", "fill-once", "plan"} & set(self._on)
+            and not getattr(self._here, "in_dmp", False)
+        ):
             return _clean(functools.partial(self._dmp, function.__qualname__.partition(".")[0]))
         if event == "rendezvous" and self._early is not None:
             return self._early.instead(function)
@@ -132,9 +143,11 @@ class Optimizing:
             "gc": "the script has set the collector's thresholds",
             "rendezvous": "the job's store is not torchrun's, or no process group was made of it",
         }
-        for name, why in unused.items():
+        for name in NAMES:
             if name in self._on:
-                self._saying.never(name, why)
+                # Of those that act when something goes wrong there is nothing to say where nothing does.
+                if name in unused:
+                    self._saying.never(name, unused[name])
             else:
                 asked = name in self._asked
                 self._saying.never(name, "INITOPT_DISABLE names it" if asked else f"--no-{name}")
@@ -147,25 +160,36 @@ class Optimizing:
             self._early.end()
         if self._garbage is not None:
             self._garbage.end()
+        if self.arrivals is not None:
+            self.arrivals.over()
 
     def _dmp(self, kind: str, *args: Any, **kwargs: Any) -> None:
         """Make one of the kind, which is the name of a class of TorchRec."""
         parallel = sys.modules["torchrec.distributed.model_parallel"]
-        around: dict[str, Callable[[], Any]] = {
-            "fill-once": lambda: filled_once(self._saying),
-            "eliminate": lambda: eliminate(self._together, self._saying, plan="plan" in self._on),
-        }
         self._here.in_dmp = True
         try:
             with ExitStack() as stack:
-                for name, block in around.items():
-                    if name in self._on:
-                        with self._saying.costs_only(name):
-                            stack.enter_context(block())
+                if "plan" in self._on:
+                    stack.enter_context(explained(getattr(parallel, kind), *args, **kwargs))
+                if "fill-once" in self._on:
+                    with self._saying.costs_only("fill-once"):
+                        stack.enter_context(filled_once(self._saying))
+                if "eliminate" in self._on:
+                    self._enter_eliminate(stack)
                 # Looked up anew: the blocks have put something in its place.
                 getattr(parallel, kind).__init__(*args, **kwargs)
         finally:
             self._here.in_dmp = False
+
+    def _enter_eliminate(self, stack: ExitStack) -> None:
+        """Enter its block. Where only this rank can't, the others would wait for it: that is an error."""
+        try:
+            stack.enter_context(eliminate(self._together, self._saying, plan="plan" in self._on))
+        except Exception:
+            if not self._together.all_fail("eliminate"):
+                raise
+            with self._saying.costs_only("eliminate"):
+                raise
 
 
 def _clean(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,14 +2,19 @@
 
 `EmbeddingShardingPlanner.plan` is made fast wherever it is called. `collective_plan` makes the plan on each rank and
 compares it in one small collective (see `sharding_plan.together`). A planner of the trainer's own class is left alone.
+
+A plan that the script has from elsewhere is looked at, too: where DistributedModelParallel fails with one that does not
+fit, the error says what does not.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from initopt.optimize.saying import Saying
@@ -102,6 +107,53 @@ class Plan:
                 self._saying.applied(NAME, "; ".join(("the sharding plan was searched for in the fast way", *parts)))
             else:
                 self._saying.left(NAME, "; ".join(parts))
+
+
+@contextmanager
+def explained(kind: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Around the making of a class of TorchRec with these arguments: PlanError where it fails of the plan it is given.
+
+    What is wrong is found before, since what has failed may have changed the model.
+    """
+    wrong: Exception | None = None
+    try:
+        wrong = _wrong(kind, *args, **kwargs)
+    except Exception:
+        # Nothing is known then. Arguments that are not right are TorchRec's to refuse.
+        wrong = None
+    try:
+        yield
+    except (IndexError, KeyError, ValueError) as raised:
+        if wrong is None:
+            raise
+        raise wrong from raised
+
+
+def _wrong(kind: Any, *args: Any, **kwargs: Any) -> Exception | None:
+    from torch import distributed
+
+    from initopt.sharding_plan import PlanError, check_plan
+
+    given = inspect.signature(kind.__init__).bind(*args, **kwargs)
+    given.apply_defaults()
+    plan, model = given.arguments.get("plan"), given.arguments["module"]
+    # In two dimensions a plan is for a part of the ranks.
+    if kind.__name__ != "DistributedModelParallel" or plan is None or given.arguments["env"] is not None:
+        return None
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    pods = os.environ.get("TORCHREC_RESOLVED_POD_SIZE", "")
+    try:
+        check_plan(
+            plan,
+            model,
+            world_size=distributed.get_world_size(),
+            local_world_size=int(local) if local.isdecimal() else None,
+            pod_size=int(pods) if pods.isdecimal() else None,
+            sharders=given.arguments["sharders"],
+        )
+    except PlanError as error:
+        return error
+    return None
 
 
 def _device(group: Any) -> Any:

@@ -4,6 +4,9 @@ Only where the store is there already, since torchrun serves it: no port is open
 handed over to a rendezvous that asks for the same address, rank and number of ranks by `env://`; any other one is as
 it was. The thread that connects imports nothing, and a fork waits until it is done. The wait for other ranks comes
 later, when the process group is made, and stays there: its backend and timeout are not known before.
+
+Under torchrun every rank is a client, whatever the address: a `tcp://` one of the script's own, which none of them
+serves, is waited for in vain. Whether something else serves it can't be known, so that is only said.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,6 +25,9 @@ NAME = "rendezvous"
 
 LIMIT = 10.0
 """Seconds that the connection may take. After that it is made as ever, when it is asked for."""
+
+SPEAK = 2.0
+"""Seconds that an address of the script's own gets to answer before it is said that no rank serves it."""
 
 _NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -66,7 +73,7 @@ class EarlyStore:
 
         def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
             if not self._is_for(url, rank, world_size, kwargs):
-                return function(url, rank, world_size, **kwargs)
+                return _watched(url, function(url, rank, world_size, **kwargs))
             return self._handed_over(lambda: function(url, rank, world_size, **kwargs), **kwargs)
 
         return rendezvous
@@ -101,6 +108,33 @@ class EarlyStore:
         store.set_timeout(timeout)
         yield store, int(self._asked[2] or 0), int(self._asked[3] or 0)
         yield from otherwise()
+
+
+def _watched(url: str, found: Iterator[Any]) -> Iterator[Any]:
+    """A rendezvous, with a word on stderr of rank 0 if it waits for what no rank does."""
+    host, port, rank, _, agent = _environment()
+    address = urllib.parse.urlsplit(url)
+    of_its_own = address.scheme == "tcp" and address.netloc != f"{host}:{port}"
+    timer = threading.Timer(SPEAK, _say_nobody_serves, [url])
+    timer.daemon = True
+    if agent == "True" and rank == "0" and of_its_own:
+        timer.start()
+    try:
+        first = next(found)
+    finally:
+        timer.cancel()
+    yield first
+    yield from found
+
+
+def _say_nobody_serves(url: str) -> None:
+    print(
+        f"initopt: nothing has answered at {url} for {SPEAK:g} s. Under torchrun no rank serves an address of the "
+        "script's own: use init_method='env://', or take TORCHELASTIC_USE_AGENT_STORE out of os.environ before "
+        "init_process_group",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _environment() -> tuple[str | None, ...]:

@@ -19,6 +19,9 @@ from initopt.peers import attempt_of_job
 PATIENCE = 60.0
 """Seconds that a rank waits for the others to say what they were started with. All of them have joined already."""
 
+ALIKE = 5.0
+"""Seconds between ranks on which the same fails, if it does on all of them; their clocks may differ by less."""
+
 _PACKAGES = ("torch", "torchrec", "initopt")
 _POLL = 0.005
 _ON, _DIFFERS, _MISSING = "on", "ranks were started with other options or versions", "not all ranks have --optimize"
@@ -46,6 +49,32 @@ class Together:
         self._store.add(f"like/{self._mine}", 1)
         # After the other, so that whoever sees all of them sees what all have said.
         self._store.add("all", 1)
+
+    def alike(self) -> bool | None:
+        """Whether all ranks have said the same, as far as they have by now; None while some have said nothing."""
+        if self._store is None or self._store.add("all", 0) < self._world:
+            return None
+        return bool(self._store.add(f"like/{self._mine}", 0) == self._world)
+
+    def all_fail(self, what: str) -> bool:
+        """Say that `what` has failed on this rank, and return whether it does on all ranks, within some seconds.
+
+        Who has not failed says nothing, and waits for nobody.
+        """
+        if self._store is None:
+            return True
+        # It may have failed on some before: only what fails at this moment is the same.
+        mine = time.time()
+        rank = sys.modules["torch"].distributed.get_rank()
+        self._store.set(f"{what}/failed/{rank}", str(mine))
+        keys = [f"{what}/failed/{other}" for other in range(self._world)]
+        until = time.monotonic() + ALIKE
+        while time.monotonic() < until:
+            there = self._store.check(keys)
+            if there and all(abs(float(self._store.get(key)) - mine) < ALIKE for key in keys):
+                return True
+            time.sleep(_POLL)
+        return False
 
     def why_not(self) -> str:
         """Why this job does not change its collectives; empty if it does. The same on all ranks."""

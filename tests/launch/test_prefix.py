@@ -126,13 +126,23 @@ def test_definitions_that_do_nothing_else_are_walked_past() -> None:
         "class Place:\n    @mine.build\n    def name(self): pass",
         "import mine as dataclasses\n@dataclasses.dataclass\nclass Place: pass",
         "def property(function): setup()\n@property\ndef main(): pass",
+        "class Kind(enum.Enum):\n    A = 1\n    def __init__(self, value): setup()",
+        "class Kind(enum.Enum):\n    A = enum.auto()\n    def _generate_next_value_(*_): setup()",
+        "class Kind(enum.Enum):\n    def __init__(self, value): setup()\nclass Own(Kind):\n    A = 1",
+        "class Kind(enum.Enum): pass\nclass Own(Kind):\n    A = 1\n    def __new__(cls, v): setup()",
+        "class Mixed:\n    def __init__(self, value): setup()\nclass Kind(Mixed, enum.Enum):\n    A = 1",
+        "class Path:\n    def __set_name__(self, *_): setup()\nclass Place:\n    path = Path()",
+        "class Place:\n    path = mine.path",
+        "path = mine.path\nclass Place:\n    path = path",
+        "class Base:\n    def __class_getitem__(cls, item): setup()\nclass Place(Base[int]): pass",
+        "class Base:\n    def __class_getitem__(cls, item): setup()\nclass Place:\n    one: Base[int] = 1",
         "class Base:\n    def __init_subclass__(cls): setup()\nclass Place(Base): pass",
         "@functools.lru_cache(setup())\ndef main(): pass",
         "try:\n    import fast\n    sys.path.append('lib')\nexcept ImportError: pass",
     ],
 )
 def test_definitions_that_may_do_more_end_it(definition: str) -> None:
-    found = prefix_of(f"import functools, mine, torch\n{definition}\nimport numpy\n", "train.py")
+    found = prefix_of(f"import enum, functools, mine, torch\n{definition}\nimport numpy\n", "train.py")
     assert "import numpy" not in words(found)
     assert found.rest[-1] == "numpy"
 

@@ -496,6 +496,9 @@ def tallied() -> Iterator[Tally]:
         def enters(self, meeting: Any) -> None:
             pass
 
+        def around(self, meeting: Any, group: Any) -> Any:
+            return nullcontext()
+
         def reads_payloads(self) -> bool:
             return False
 
