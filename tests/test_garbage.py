@@ -19,12 +19,14 @@ from tests.test_optimize import Said
 from tests.test_run import python, script, without_ours
 
 TRAINER = """
-import gc
+import gc, os, sys
 real = gc.get_threshold
 import torch
-import while_imported
+sys.path.append(os.path.abspath("site-packages"))
+import own
+import library
 few = len(gc.get_objects(0)) + len(gc.get_objects(1)) < 10_000
-shown = [while_imported.THRESHOLDS, while_imported.TOLD, real(), few]
+shown = [library.THRESHOLDS, library.TOLD, own.THRESHOLDS, real(), few]
 model = torch.nn.Sequential(torch.nn.Linear(2, 1))
 shown.append(real())
 optimizer = torch.optim.SGD(model.parameters())
@@ -57,18 +59,21 @@ def garbage() -> tuple[Garbage, Said]:
 def test_a_trainer_s_collector_is_as_before_after_its_first_step_and_in_its_workers(
     options: list[str], tmp_path: Path
 ) -> None:
-    script(tmp_path, "import gc, __main__\nTHRESHOLDS, TOLD = __main__.real(), gc.get_threshold()", "while_imported.py")
+    found = "THRESHOLDS, TOLD = __main__.real(), gc.get_threshold()"
+    (tmp_path / "site-packages").mkdir()
+    script(tmp_path, f"import gc, __main__, own\n{found}", "site-packages/library.py")
+    script(tmp_path, f"import gc, __main__, csv\n{found}", "own.py")
     done = python(tmp_path, "-m", "initopt.run", *options, script(tmp_path, TRAINER))
     assert done.returncode == 0 and without_ours(done.stderr) == "", done.stderr
     worker, own = done.stdout.splitlines()
     shown, whole, frozen = own.rsplit(" ", 2)
-    imported, told_then, since, _, started, trained = ast.literal_eval(shown)
+    imported, told_then, in_own, since, _, started, trained = ast.literal_eval(shown)
     assert (whole, frozen) == ("True", "0")
     young, middle, old = DEFAULT
     ours = options == ["--optimize"]
     assert imported == ((WHILE_IMPORTING, middle, old) if ours else DEFAULT)
     assert started == ((young, middle, OLD) if ours else DEFAULT)
-    assert told_then == since == trained == ast.literal_eval(worker) == DEFAULT
+    assert told_then == in_own == since == trained == ast.literal_eval(worker) == DEFAULT
     told = [one for one in Run.latest(tmp_path / ".initopt").optimized if one.name == "gc"]
     assert [one.applied for one in told] == ([True] if ours else [False] if options else [])
 
