@@ -103,6 +103,9 @@ def main() -> None:
         forked()
     if recorded is not None:
         _watch(recorded[0], words)
+    elif script == run.__name__:
+        # Its own words are wrong, and it says so: Python warns of running a module that is imported already.
+        del sys.modules[script]
     make_at_imports(found.changes)
     as_script.run(words)
 

@@ -282,6 +282,7 @@ def test_words_that_initopt_run_does_not_know_are_refused_by_it(tmp_path: Path) 
 
     assert launch.code == 1
     assert "initopt.run: there is no option --optimise" in launch.err
+    assert "RuntimeWarning" not in launch.err
     assert not launch.orphans
 
 
