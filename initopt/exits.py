@@ -101,7 +101,8 @@ def _code(status: object) -> tuple[int, str]:
     if status is None:
         return 0, ""
     if isinstance(status, int):
-        return status & 0xFF, ""
+        # What is no C long counts as -1.
+        return (status if -(1 << 63) <= status < 1 << 63 else -1) & 0xFF, ""
     try:
         return 1, str(status)
     except Exception:

@@ -158,6 +158,7 @@ class _Module:
         "step",
         "took",
         "took_cpu",
+        "writes",
     )
 
     def __init__(self, name: str) -> None:
@@ -165,7 +166,7 @@ class _Module:
         self.package = name.partition(".")[0]
         self.inner = self.inner_cpu = 0.0
         self.asked = self.asker = self.importer = self.line = self.lane = self.step = ""
-        self.own = self.owned = False
+        self.own = self.owned = self.writes = False
         self.start = self.cpu = self.took = self.took_cpu = 0.0
         self.outermost = True
 
@@ -179,7 +180,10 @@ class Recording:
         self.imported: Callable[[str], None] = _nobody
         """Told the name of each module that was executed, before whoever imports it goes on. Must not raise."""
         self.outermost: Callable[[bool], None] = _never
-        """Told True when the main thread begins an import outside of any other, False when that has ended. As above."""
+        """Told True when the main thread begins to import what is not the trainer's own, False when that has ended.
+
+        What is imported inside of that is part of it. As above.
+        """
         self.last = 0.0, 0.0
         """When the main thread was last done with an import: `time.perf_counter`, and its CPU seconds."""
         self.watched = used and sys.getprofile() is None
@@ -260,13 +264,16 @@ class Recording:
             self._places.find(module, outer, sys._getframe(2))
             module.own = self._places.is_own(getattr(spec, "origin", None) or "", module.name)
             module.outermost = all(around.package != module.package for around in stack)
+        # What the record is written with is no part of what it is about.
+        writes = module.package == "msgspec" and module.importer == "initopt"
+        module.writes = outer.writes if outer is not None and outer.writes else writes
         if self._use is not None and module.asker:
             self._use.imports(module.asker, module.name)
         if outer is None or outer.own:
             module.step, module.lane = self.step_here()
         else:
             module.step, module.lane = outer.step, outer.lane
-        if outer is None and threading.current_thread() is threading.main_thread():
+        if self._is_outermost(module, stack):
             self.outermost(True)
         stack.append(module)
         module.cpu = time.thread_time()
@@ -280,12 +287,19 @@ class Recording:
         stack.pop()
         if not stack and threading.current_thread() is threading.main_thread():
             self.last = module.start + module.took, module.cpu + module.took_cpu
+        if self._is_outermost(module, stack):
             self.outermost(False)
         if stack:
             stack[-1].inner += module.took
             stack[-1].inner_cpu += module.took_cpu
         self._begin_anew_when_forked()
-        self._done.append(module)
+        if not module.writes:
+            self._done.append(module)
+
+    def _is_outermost(self, module: _Module, around: list[_Module]) -> bool:
+        # Mostly the first of them that is looked at says no.
+        begins = not module.own and all(one.own for one in reversed(around))
+        return begins and threading.current_thread() is threading.main_thread()
 
     def _begin_anew_when_forked(self) -> None:
         if os.getpid() != self._pid:

@@ -48,6 +48,8 @@ _PATIENCE = 10.0
 """Seconds that a rank waits for the number of the run. Rank 0 gives it out as soon as it gets to `Recorder.agree`."""
 
 _IMPORTED = time.perf_counter()
+_launcher = 0
+"""The process that has imported for this one, 0 where that is none or was done with it long ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +367,7 @@ class Recorder:
         self._end = FIRST_STEP
         self.root = run_root(root)
         self._keep = keep
-        self._labels = (*labels, *_imported_before())
+        self._labels = (*labels, *_imported_once())
         self.graph = graph
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -995,23 +997,23 @@ class _Meetings:
             self._recorder._own_cost += seconds
 
 
-def _imported_before() -> tuple[str, ...]:
-    """A label for a rank of `initopt launch`: its process began after the imports. Restarted, it waited for none."""
-    forked = getattr(sys.modules.get("initopt.launch.warm_parent"), "IMPORT_SECONDS", 0.0)
-    if not forked or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return ()
-    return (f"imported once for all ranks, before their start: {forked:.1f} s",)
+def _imported_once() -> tuple[str, ...]:
+    """A label for a rank of `initopt launch`, which has not imported all by itself. Restarted, it waited for none."""
+    seconds = getattr(sys.modules.get("initopt.launch.warm_parent"), "IMPORT_SECONDS", 0.0)
+    return (f"imported once for all ranks: {seconds:.1f} s",) if seconds and _launcher else ()
 
 
 def _process_start() -> tuple[float, float, Literal["kernel", "import"]]:
     """When this process was started: in seconds of `time.perf_counter`, in unix time, and who says so.
 
-    The kernel counts in ticks, mostly of 10 ms. Ranks of one machine are still on one axis: all ask the same clock.
+    The kernel counts in ticks, mostly of 10 ms. Ranks of one machine are still on one axis: all ask the same clock. A
+    rank of `initopt launch` was started with the process that has imported for it.
     """
     # The closest of some readings: between two clocks a busy machine may stop the process for milliseconds.
     _, now, unix, since_boot = min(_read_clocks() for _ in range(5))
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        process = _launcher if os.getppid() == _launcher else os.getpid()
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         age = since_boot - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         age = -1.0
@@ -1021,9 +1023,10 @@ def _process_start() -> tuple[float, float, Literal["kernel", "import"]]:
 
 
 def forked() -> None:
-    """This process was forked just now from one that had imported this file: it is not older than that."""
-    global _IMPORTED
+    """This process was forked just now from one that has imported for it, and for no rank before if it's no restart."""
+    global _IMPORTED, _launcher
     _IMPORTED = time.perf_counter()
+    _launcher = os.getppid() if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else 0
 
 
 def _read_clocks() -> tuple[float, float, float, float]:

@@ -193,7 +193,12 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
     bar = max(4, min(24, width - left - (notes + 2 if beside else 0)))
     scale = bar / max([row.took for row in shown if row.took > 0], default=1.0)
 
-    lines = _head(run, width)
+    lines, next_ = _head(run, width), ["critical-chain", "plot"]
+    if not finished_ranks(run):
+        ended = stopped(run, rank)
+        said = f" Rank {rank}: {ended['said']}" if ended is not None else ""
+        lines += wrap(f"No rank reached its {run.goal}.{said}", width, LONGEST)
+        next_.remove("critical-chain")
     which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
     lines += wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}, the longest step first", width)
     slack_head = "   slack" if with_slack else ""
@@ -227,7 +232,7 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
     lines += wrap(f"█ work  {'▒ of it compiling  ' if compiled else ''}░ wait for other ranks", width, QUIET)
     if with_slack:
         lines += wrap("slack: a step may grow by this much before the graph's longest chain grows", width, QUIET)
-    lines += next_verbs(width, "critical-chain", "plot", *(("compile",) if compiled else ()))
+    lines += next_verbs(width, *next_, *(("compile",) if compiled else ()))
     return View(tuple(lines), data)
 
 
@@ -304,7 +309,12 @@ def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
         "caches": [asdict(cache) for cache in run.compile_caches],
         "notes": [asdict(note) for note in run.notes],
     }
-    lines = _head(run, width)
+    lines, next_ = _head(run, width), ["critical-chain", "plot"]
+    if not finished_ranks(run):
+        ended = stopped(run, rank)
+        said = f" Rank {rank}: {ended['said']}" if ended is not None else ""
+        lines += wrap(f"No rank reached its {run.goal}.{said}", width, LONGEST)
+        next_.remove("critical-chain")
     which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
     if turns or run.compile_caches:
         lines += wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}: {_compile_line(run, rank)}", width)
@@ -717,9 +727,16 @@ def _moment(unix: float) -> str:
 
 
 def chosen_rank(run: Run, rank: int | None) -> int:
-    """The rank to show: `rank`, else the median one, else the lowest. Raises RecordError for one that is not there."""
+    """The rank to show: `rank`, else the median one, else the first that something ended, else the lowest.
+
+    Raises RecordError for one that is not there.
+    """
     if rank is None:
-        return median_rank(run) if finished_ranks(run) else min(run.headers)
+        if finished_ranks(run):
+            return median_rank(run)
+        ended = (one for one, trailer in sorted(run.trailers.items()) if trailer.ended is not None)
+        first = run.first_to_fail
+        return next(ended, min(run.headers)) if first is None else first
     if rank not in run.headers:
         raise RecordError(run.path, f"there is no rank {rank}; recorded are {ranks_in_short(sorted(run.headers))}")
     return rank
@@ -820,10 +837,9 @@ def _optimized(run: Run, data: dict[str, Any], width: int) -> list[Text]:
 
 
 def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
-    lines = _head(run, width)
     first = run.first_to_fail if len(run.headers) > 1 else None
     failed = f" Rank {first} failed first:" if first is not None else ""
-    lines += wrap(f"No rank reached its {run.goal}.{failed}", width, LONGEST)
+    lines = [*_head(run, width), *wrap(f"No rank reached its {run.goal}.{failed}", width, LONGEST)]
     at = {}
     for rank in sorted(run.headers, key=lambda rank: (rank != first, rank)):
         last = stopped(run, rank)
@@ -850,7 +866,8 @@ def stopped(run: Run, rank: int) -> dict[str, Any] | None:
         steps = steps_of(run, rank)
         if not steps:
             return None
-        last = max(steps, key=lambda span: (bool(span.error), span.end))
+        # Handlers at the script's exit import, too.
+        last = max(steps, key=lambda span: (bool(span.error), not span.name.startswith("import "), span.end))
         step, end, error = last.name, last.end - run.zero[rank], last.error
     named = f"in step {step!r}, " if step and not _PLACE.fullmatch(step) else ""
     said = f"{error} ({named}after {seconds(end)})"

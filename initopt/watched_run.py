@@ -441,6 +441,12 @@ class WatchedRun:
                 how = self._ended()
                 self._leave()
                 self._say_no_first_batch(how)
+            elif (
+                self._asked.program == self._pid
+                and int(os.environ.get("WORLD_SIZE", "1")) > 1
+                and (how := self._ended())
+            ):
+                _say(f"the script ended with {how}, before it had a process group, so there is no record of it")
 
     def _alone(self) -> bool:
         """Whether the script has trained in its own process, as far as is known: it has started no recorded ranks."""
@@ -459,17 +465,24 @@ class WatchedRun:
 
     def _say_no_first_batch(self, how: str) -> None:
         recorder = self._recorder
-        if recorder.rank or recorder.path is None:
+        if recorder.path is None:
             return
+        wanted_ = f"step {self.until!r}" if self.until else "training step"
+        with_ = f"{f' on rank {recorder.rank}' if recorder.world_size > 1 else ''}{f' with {how},' if how else ''}"
+        last = f"the script ended{with_} without a {wanted_}, and so does its record: {_short(recorder.path)}"
         if recorder.world_size > 1:
             # Nobody waits for the others: it's what they have written down by now.
             from initopt.ends import ends, who_failed
 
-            for said in who_failed(ends(recorder.path), recorder.world_size):
+            written = ends(recorder.path)
+            if recorder.rank:
+                # A launcher may end rank 0 before that can speak for all.
+                if how and not any(one.ended for one in written if one.rank != recorder.rank):
+                    _say(last)
+                return
+            for said in who_failed(written, recorder.world_size):
                 _say(said)
-        wanted_ = f"step {self.until!r}" if self.until else "training step"
-        with_ = f"{' on rank 0' if recorder.world_size > 1 else ''}{f' with {how},' if how else ''}"
-        _say(f"the script ended{with_} without a {wanted_}, and so does its record: {_short(recorder.path)}")
+        _say(last)
 
     def _ended(self) -> str:
         """What has ended the script, without its message, left in the record; empty where it came to its end."""

@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from initopt.launch.warm_workers import LaunchError, WarmWorkers, say
+from initopt.run import behind
 
 TESTED_TORCH = "2.13."
 
@@ -108,7 +109,10 @@ def _command(chosen: argparse.Namespace) -> tuple[str, ...]:
     if not chosen.module and not os.path.exists(chosen.training_script):
         raise LaunchError(f"no such file: {chosen.training_script} (from {os.getcwd()})")
     script = ("-m", chosen.training_script) if chosen.module else (chosen.training_script,)
-    return (os.environ.get("PYTHON_EXEC", sys.executable), "-u", *script, *chosen.training_script_args)
+    command = (os.environ.get("PYTHON_EXEC", sys.executable), "-u", *script, *chosen.training_script_args)
+    if script == ("-m", "initopt.run") and behind(command) is None:
+        raise LaunchError("what stands after initopt.run names no script")
+    return command
 
 
 def _handlers(handler: Any, workers: WarmWorkers) -> Any:

@@ -79,9 +79,10 @@ def main() -> None:
             begin=lambda at, step: tell({"step": [at, step]}),
         )
     generators.imported()
-    IMPORT_SECONDS = time.monotonic() - began
+    seconds = time.monotonic() - began
+    IMPORT_SECONDS = seconds if found.modules else 0.0
     told = {"modules": found.modules, "rest": found.rest, "refused": found.refused, "failed": found.failed}
-    tell({**told, "seconds": IMPORT_SECONDS, "cpu": time.process_time()})
+    tell({**told, "seconds": seconds, "cpu": time.process_time()})
     if found.refused or found.failed >= 0:
         # The agent ends this process, and first what it has started.
         receive(control)
@@ -103,6 +104,9 @@ def main() -> None:
         forked()
     if recorded is not None:
         _watch(recorded[0], words)
+    elif script == run.__name__:
+        # Its own words are wrong, and it says so: Python warns of running a module that is imported already.
+        del sys.modules[script]
     make_at_imports(found.changes)
     as_script.run(words)
 

@@ -75,7 +75,7 @@ class Optimizing:
         """Who comes to meetings, None where that is nobody's business."""
 
     def outermost_import(self, begins: bool) -> None:
-        """The main thread begins an import outside of any other, or has ended it."""
+        """The main thread begins to import what is not the trainer's own, or has ended that."""
         if self._garbage is not None:
             self._garbage.outermost_import(begins)
 

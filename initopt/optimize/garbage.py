@@ -1,9 +1,9 @@
 """`gc`: garbage is collected less often until the first training step, above all while modules are imported.
 
-While the main thread imports, a collection waits for many more new objects; what was imported then counts as old, so
-that no collection of young objects walks through it. From its imports to its first training step one of old objects
-waits longer. Then the collector is as it was. Garbage is found later; nothing else changes. Thresholds that the program
-sets itself stay.
+While the main thread imports libraries, a collection waits for many more new objects; what was imported then counts as
+old, so that no collection of young objects walks through it. Not while the trainer's own modules run: what they drop
+may be large. From the imports to the first training step a collection of old objects waits longer. Then the collector
+is as it was. Garbage is found later; nothing else changes. Thresholds that the program sets itself stay.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Garbage:
         self._on = self._may()
 
     def outermost_import(self, begins: bool) -> None:
-        """The main thread begins an import outside of any other, or has ended it."""
+        """The main thread begins to import what is not the trainer's own, or has ended that."""
         if not self._on:
             return
         if begins:
@@ -54,7 +54,9 @@ class Garbage:
         if self._on:
             young, middle, _ = self._thresholds.before
             self._set(young, middle, OLD)
-            if self._on:
+            if not gc.isenabled():
+                self._saying.left(NAME, "the script has switched the collector off")
+            elif self._on:
                 text = f"garbage was collected at {WHILE_IMPORTING:,} new objects during the imports, not at {young:,}"
                 self._saying.applied(NAME, text, place="")
             self._on = False
