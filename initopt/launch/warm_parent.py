@@ -29,7 +29,6 @@ from initopt.launch.leftovers import SHIELDED, threads
 from initopt.launch.own_state import EnvironmentUse, Generators, tell_known
 from initopt.launch.settings import Settings, changed_variables, make_at_imports
 from initopt.launch.wire import receive, send
-from initopt.thresholds import WHILE_IMPORTING, Thresholds
 
 GRACE = 30.0
 """Seconds that ranks get to end by themselves when the agent is gone: torchelastic's own default."""
@@ -67,8 +66,6 @@ def main() -> None:
         except OSError:
             os._exit(1)  # nobody is there
 
-    collector = Thresholds()
-    collector.set(WHILE_IMPORTING, *collector.before[1:])
     with EnvironmentUse() as use, leaving.heard(lambda how: tell({"left": how})):
         found = import_first(
             script,
@@ -95,7 +92,6 @@ def main() -> None:
         import_ahead(recorded[0].optimize)
     # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
     gc.freeze()
-    collector.give_back()
     _Parent(control, start, use, handlers).fork_ranks()
     generators.fork()
     if "initopt.record" in sys.modules:
@@ -104,9 +100,6 @@ def main() -> None:
         forked()
     if recorded is not None:
         _watch(recorded[0], words)
-    elif script == run.__name__:
-        # Its own words are wrong, and it says so: Python warns of running a module that is imported already.
-        del sys.modules[script]
     make_at_imports(found.changes)
     as_script.run(words)
 

@@ -32,6 +32,7 @@ class Garbage:
     def __init__(self, saying: Saying) -> None:
         self._saying = saying
         self._thresholds = Thresholds()
+        self._imports = False
         self._on = self._may()
 
     def outermost_import(self, begins: bool) -> None:
@@ -39,6 +40,7 @@ class Garbage:
         if not self._on:
             return
         if begins:
+            self._imports = True
             # What the script has dropped is not to wait for a collection of old objects.
             gc.collect(1)
             self._set(WHILE_IMPORTING, *self._thresholds.before[1:])
@@ -58,7 +60,8 @@ class Garbage:
                 self._saying.left(NAME, "the script has switched the collector off")
             elif self._on:
                 text = f"garbage was collected at {WHILE_IMPORTING:,} new objects during the imports, not at {young:,}"
-                self._saying.applied(NAME, text, place="")
+                later = "old objects wait longer for a collection until the first training step has ended"
+                self._saying.applied(NAME, text if self._imports else later, place="")
             self._on = False
 
     def end(self) -> None:
