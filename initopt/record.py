@@ -48,8 +48,6 @@ _PATIENCE = 10.0
 """Seconds that a rank waits for the number of the run. Rank 0 gives it out as soon as it gets to `Recorder.agree`."""
 
 _IMPORTED = time.perf_counter()
-_launcher = 0
-"""The process that has imported for this one, 0 where that is none or was done with it long ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -997,10 +995,19 @@ class _Meetings:
             self._recorder._own_cost += seconds
 
 
+def _launched() -> tuple[int, float]:
+    """The process of `initopt launch` that this rank was forked from after so many seconds of imports, 0 if from none.
+
+    Not for a restarted rank, which has not waited for the imports.
+    """
+    parent = sys.modules.get("initopt.launch.warm_parent")
+    return getattr(parent, "FORKED_FROM", 0), getattr(parent, "IMPORT_SECONDS", 0.0)
+
+
 def _imported_once() -> tuple[str, ...]:
-    """A label for a rank of `initopt launch`, which has not imported all by itself. Restarted, it waited for none."""
-    seconds = getattr(sys.modules.get("initopt.launch.warm_parent"), "IMPORT_SECONDS", 0.0)
-    return (f"imported once for all ranks: {seconds:.1f} s",) if seconds and _launcher else ()
+    """A label for a rank that has not imported all by itself."""
+    launcher, seconds = _launched()
+    return (f"imported once for all ranks: {seconds:.1f} s",) if launcher and seconds else ()
 
 
 def _process_start() -> tuple[float, float, Literal["kernel", "import"]]:
@@ -1012,7 +1019,8 @@ def _process_start() -> tuple[float, float, Literal["kernel", "import"]]:
     # The closest of some readings: between two clocks a busy machine may stop the process for milliseconds.
     _, now, unix, since_boot = min(_read_clocks() for _ in range(5))
     try:
-        process = _launcher if os.getppid() == _launcher else os.getpid()
+        launcher, _ = _launched()
+        process = launcher if os.getppid() == launcher else os.getpid()
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         age = since_boot - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
@@ -1023,10 +1031,9 @@ def _process_start() -> tuple[float, float, Literal["kernel", "import"]]:
 
 
 def forked() -> None:
-    """This process was forked just now from one that has imported for it, and for no rank before if it's no restart."""
-    global _IMPORTED, _launcher
+    """This process was forked just now from one that had imported this file: it is not older than that."""
+    global _IMPORTED
     _IMPORTED = time.perf_counter()
-    _launcher = os.getppid() if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else 0
 
 
 def _read_clocks() -> tuple[float, float, float, float]:

@@ -55,7 +55,7 @@ class Wanted:
     optimize: Sequence[str] = ()
 
 
-class _Usage(Exception):
+class UsageError(Exception):
     """The command line can't be understood. The message says what is wrong with it."""
 
 
@@ -64,7 +64,7 @@ def main() -> NoReturn:
     words = sys.argv[1:]
     try:
         options, program = _parsed(words)
-    except _Usage as error:
+    except UsageError as error:
         print(f"{error}\n{_USAGE}" if str(error) else _USAGE, file=sys.stderr, end="")
         sys.exit(2)
     if options is None:
@@ -84,14 +84,11 @@ def main() -> NoReturn:
 def behind(words: Sequence[str]) -> tuple[Options, list[str]] | None:
     """What the command line `INTERPRETER -u -m initopt.run WORDS` becomes: the options, and the command line of that.
 
-    None for any other one, and where its words are none that are understood: it says so itself.
+    None for any other one, and where it asks for help. Raises UsageError where its words can't be understood.
     """
     if list(words[2:4]) != ["-m", "initopt.run"]:
         return None
-    try:
-        options, program = _parsed(words[4:])
-    except _Usage:
-        return None
+    options, program = _parsed(words[4:])
     return None if options is None else (options, [*words[:2], *program])
 
 
@@ -147,24 +144,24 @@ def _parsed(words: Sequence[str]) -> tuple[Options | None, list[str]]:
         name = word.removeprefix("--")
         if name == "optimize" or (name.startswith("no-") and name[3:] in NAMES):
             if given:
-                raise _Usage(f"initopt.run: {word} takes no value")
+                raise UsageError(f"initopt.run: {word} takes no value")
             if name == "optimize":
                 options.optimize = NAMES
             else:
                 left_out.append(name[3:])
             continue
         if name not in ("until", "root") or not word.startswith("--"):
-            raise _Usage(f"initopt.run: there is no option {word}; the script's own come after its name")
+            raise UsageError(f"initopt.run: there is no option {word}; the script's own come after its name")
         if not given:
             value = rest.pop(0) if rest else ""
         if not value:
-            raise _Usage(f"initopt.run: {word} needs a value")
+            raise UsageError(f"initopt.run: {word} needs a value")
         setattr(options, name, value)
     if left_out and not options.optimize:
-        raise _Usage(f"initopt.run: --no-{left_out[0]} takes something away from --optimize, which is not there")
+        raise UsageError(f"initopt.run: --no-{left_out[0]} takes something away from --optimize, which is not there")
     options.optimize = tuple(name for name in options.optimize if name not in left_out)
     if not rest or rest == ["-m"]:
-        raise _Usage("initopt.run: no script is named")
+        raise UsageError("initopt.run: no script is named")
     return options, rest
 
 

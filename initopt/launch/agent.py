@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from initopt.launch.warm_workers import LaunchError, WarmWorkers, say
-from initopt.run import behind
+from initopt.run import UsageError, behind
 
 TESTED_TORCH = "2.13."
 
@@ -110,8 +110,10 @@ def _command(chosen: argparse.Namespace) -> tuple[str, ...]:
         raise LaunchError(f"no such file: {chosen.training_script} (from {os.getcwd()})")
     script = ("-m", chosen.training_script) if chosen.module else (chosen.training_script,)
     command = (os.environ.get("PYTHON_EXEC", sys.executable), "-u", *script, *chosen.training_script_args)
-    if script == ("-m", "initopt.run") and behind(command) is None:
-        raise LaunchError("what stands after initopt.run names no script")
+    try:
+        behind(command)
+    except UsageError as error:
+        raise LaunchError(str(error)) from error
     return command
 
 

@@ -34,21 +34,26 @@ GRACE = 30.0
 """Seconds that ranks get to end by themselves when the agent is gone: torchelastic's own default."""
 
 IMPORT_SECONDS = 0.0
-"""How long the imports took before this process was forked, as a record of it must say; 0 where it was not."""
+"""How long the imports took before this process was forked, as a record of it must say; 0 where there were none."""
+
+FORKED_FROM = 0
+"""The process that this one was forked from and has waited for; 0 where it was not, or is a restart."""
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def main() -> None:
     """Import what the first message names and fork a rank per request; goes on as a rank, never as the parent."""
-    global IMPORT_SECONDS
+    global FORKED_FROM, IMPORT_SECONDS
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     got = receive(control)
     if got is None:
         os._exit(1)
     plan = got[0]
-    recorded = run.behind(plan["words"])
+    recorded = None
+    with suppress(run.UsageError):  # the agent says so
+        recorded = run.behind(plan["words"])
     words: list[str] = plan["words"] if recorded is None else recorded[1]
     as_script.prepare(words)
     script, module = as_script.program(words)
@@ -94,6 +99,8 @@ def main() -> None:
     gc.freeze()
     _Parent(control, start, use, handlers).fork_ranks()
     generators.fork()
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        FORKED_FROM = own
     if "initopt.record" in sys.modules:
         from initopt.record import forked
 

@@ -280,7 +280,7 @@ def test_launched_ranks_are_recorded_and_optimized_and_train_the_same(
 def test_words_that_initopt_run_does_not_know_are_refused_by_it(tmp_path: Path) -> None:
     (launch,) = run(tmp_path, (LAUNCH,), "-m", "initopt.run", "--optimise", "script.py")
 
-    assert launch.code == 1
+    assert launch.code == 2
     assert "initopt.run: there is no option --optimise" in launch.err
     assert "RuntimeWarning" not in launch.err
     assert not launch.orphans
