@@ -598,11 +598,11 @@ def test_a_pause_ends_when_the_start_up_fails() -> None:
 
 def test_a_step_goes_on_while_another_one_does_not_pause() -> None:
     start = Startup("job")
-    begun, paused = threading.Event(), threading.Event()
+    both, paused = threading.Barrier(3, timeout=LONG), threading.Event()
 
     @start.step(lane="io:x", pauses=True)
     def long() -> None:
-        begun.wait(LONG)
+        both.wait()
         execution = start._execution
         assert execution is not None
         with execution._changed:
@@ -612,12 +612,13 @@ def test_a_step_goes_on_while_another_one_does_not_pause() -> None:
 
     @start.step(lane="io:y")
     def stays() -> None:
-        begun.set()
+        both.wait()
         assert paused.wait(LONG), "the pause waited for a step that does not pause"
 
     @start.step(lane="io:z")
     def gate() -> None:
-        begun.wait(LONG)
+        # Until the two others run: what is to run alone lets no other step begin.
+        both.wait()
 
     start.step(lambda gate: None, name="fork", uses="fork")
     start.run()

@@ -16,7 +16,7 @@ import pytest
 
 from initopt.record import Ended
 from initopt.report import summary
-from initopt.run import FOLDER, VARIABLE, Wanted, behind, forget, interpreter_words
+from initopt.run import FOLDER, VARIABLE, UsageError, Wanted, behind, forget, interpreter_words
 from initopt.runs import Run
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +124,6 @@ def test_the_environment_is_given_back(
         (["-m", "initopt.run", "--optimize", "train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
         (["-m", "initopt.run", "--root", "x", "-m", "train", "-m"], ["-m", "train", "-m"]),
         (["-m", "initopt.run", "--help"], None),
-        (["-m", "initopt.run", "--optimise", "train.py"], None),
         (["-m", "train", "-m", "initopt.run"], None),
         (["train.py"], None),
     ],
@@ -134,6 +133,11 @@ def test_what_a_command_line_becomes_is_known_without_running_it(words: list[str
     assert (found and found[1]) == (becomes and ["python", "-u", *becomes])
     if found is not None:
         assert (bool(found[0].optimize), found[0].root) == ("--optimize" in words, "x" if "--root" in words else "")
+
+
+def test_a_command_line_that_makes_no_sense_becomes_nothing() -> None:
+    with pytest.raises(UsageError, match="there is no option --optimise"):
+        behind(["python", "-u", "-m", "initopt.run", "--optimise", "train.py"])
 
 
 def test_help_is_no_error(tmp_path: Path) -> None:
