@@ -231,7 +231,7 @@ def became(name: str, rounds: Sequence[dict[str, Start]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainers", nargs="+", default=[""], metavar="ROW", help="only rows whose name begins so")
+    parser.add_argument("--trainers", nargs="+", default=[""], metavar="ROW", help="only rows of this name or beginning")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help=f"also put the rows into results/{RESULTS.name}")
     chosen = parser.parse_args()
@@ -239,7 +239,10 @@ def main() -> None:
     folder = run_root().resolve() / "run"
     folder.mkdir(parents=True, exist_ok=True)
     cases = rows(folder)
-    names = [name for name in cases if name.replace("*", "").startswith(tuple(chosen.trainers))]
+    plain = {name: name.replace("*", "") for name in cases}
+    # A row's whole name means that row alone, though others begin with it.
+    begins = tuple(word for word in chosen.trainers if word not in plain.values())
+    names = [name for name in cases if plain[name] in chosen.trainers or (begins and plain[name].startswith(begins))]
     if not names:
         parser.error(f"no row's name begins with {' or '.join(chosen.trainers)}: {'; '.join(cases)}".replace("*", ""))
     if not (folder / "continued" / "checkpoint" / ".metadata").exists():  # its last file
