@@ -231,7 +231,7 @@ def became(name: str, rounds: Sequence[dict[str, Start]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainers", nargs="+", default=[""], metavar="ROW", help="only rows of this name or beginning")
+    parser.add_argument("--trainers", nargs="+", default=[""], metavar="ROW", help="only rows that begin so")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help=f"also put the rows into results/{RESULTS.name}")
     chosen = parser.parse_args()
