@@ -153,14 +153,14 @@ def test_a_signal_to_the_agent_ends_all_ranks_as_under_torchrun(tmp_path: Path) 
     _script(
         tmp_path,
         """
-        import os, signal, sys
+        import os, signal, sys, time
         def ended(number, frame):
             sys.stdout.write(f"rank {os.environ['RANK']} got {number}\\n")
             sys.exit(0)
         signal.signal(signal.SIGTERM, ended)
         open(f"{os.environ['PLACE']}/up.{os.environ['RANK']}", "w").close()
         while True:
-            signal.pause()
+            time.sleep(0.1)  # a signal that comes just before `signal.pause` would be waited for once more
         """,
     )
     torchrun, launch = run(tmp_path, (TORCHRUN, LAUNCH), "script.py", act=lambda pid: os.kill(pid, signal.SIGTERM))
