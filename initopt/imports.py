@@ -179,7 +179,7 @@ class Recording:
         """Which step, on which lane, the calling thread is in."""
         self.imported: Callable[[str], None] = _nobody
         """Told the name of each module that was executed, before whoever imports it goes on. Must not raise."""
-        self.outermost: Callable[[bool], None] = _never
+        self.outermost: Callable[[bool], None] = _nobody
         """Told True when the main thread begins to import what is not the trainer's own, False when that has ended.
 
         What is imported inside of that is part of it. As above.
@@ -265,8 +265,8 @@ class Recording:
             module.own = self._places.is_own(getattr(spec, "origin", None) or "", module.name)
             module.outermost = all(around.package != module.package for around in stack)
         # What the record is written with is no part of what it is about.
-        writes = module.package == "msgspec" and module.importer == "initopt"
-        module.writes = outer.writes if outer is not None and outer.writes else writes
+        module.writes = module.package == "msgspec" and module.importer == "initopt"
+        module.writes |= outer is not None and outer.writes
         if self._use is not None and module.asker:
             self._use.imports(module.asker, module.name)
         if outer is None or outer.own:
@@ -333,12 +333,8 @@ class Recording:
         return sorted(tries)[5]
 
 
-def _nobody(module: str) -> None:
+def _nobody(_: object) -> None:
     """Who is told of imports where nobody wants to know."""
-
-
-def _never(begins: bool) -> None:
-    """Who is told of outermost imports where nobody wants to know."""
 
 
 def _nothing(loader: Any, subject: Any) -> None:

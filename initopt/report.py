@@ -193,12 +193,7 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
     bar = max(4, min(24, width - left - (notes + 2 if beside else 0)))
     scale = bar / max([row.took for row in shown if row.took > 0], default=1.0)
 
-    lines, next_ = _head(run, width), ["critical-chain", "plot"]
-    if not finished_ranks(run):
-        ended = stopped(run, rank)
-        said = f" Rank {rank}: {ended['said']}" if ended is not None else ""
-        lines += wrap(f"No rank reached its {run.goal}.{said}", width, LONGEST)
-        next_.remove("critical-chain")
+    lines = [*_head(run, width), *_where_it_ended(run, rank, width)]
     which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
     lines += wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}, the longest step first", width)
     slack_head = "   slack" if with_slack else ""
@@ -232,7 +227,9 @@ def blame(run: Run, rank: int | None = None, *, everything: bool = False, width:
     lines += wrap(f"█ work  {'▒ of it compiling  ' if compiled else ''}░ wait for other ranks", width, QUIET)
     if with_slack:
         lines += wrap("slack: a step may grow by this much before the graph's longest chain grows", width, QUIET)
-    lines += next_verbs(width, *next_, *(("compile",) if compiled else ()))
+    lines += next_verbs(
+        width, *(("critical-chain",) if finished_ranks(run) else ()), "plot", *(("compile",) if compiled else ())
+    )
     return View(tuple(lines), data)
 
 
@@ -309,12 +306,7 @@ def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
         "caches": [asdict(cache) for cache in run.compile_caches],
         "notes": [asdict(note) for note in run.notes],
     }
-    lines, next_ = _head(run, width), ["critical-chain", "plot"]
-    if not finished_ranks(run):
-        ended = stopped(run, rank)
-        said = f" Rank {rank}: {ended['said']}" if ended is not None else ""
-        lines += wrap(f"No rank reached its {run.goal}.{said}", width, LONGEST)
-        next_.remove("critical-chain")
+    lines = [*_head(run, width), *_where_it_ended(run, rank, width)]
     which = " (the median)" if finished_ranks(run) and rank == median_rank(run) else ""
     if turns or run.compile_caches:
         lines += wrap(f"Rank {rank}{which if len(run.headers) > 1 else ''}: {_compile_line(run, rank)}", width)
@@ -852,6 +844,15 @@ def _unfinished(run: Run, data: dict[str, Any], width: int) -> View:
         lines += [Text(), *_optimized(run, data, width)]
     lines += next_verbs(width, "blame")
     return View(tuple(lines), data, finding=True)
+
+
+def _where_it_ended(run: Run, rank: int, width: int) -> list[Text]:
+    """Of a start-up in which no rank got to its end: that it is one, and what this rank came to."""
+    if finished_ranks(run):
+        return []
+    ended = stopped(run, rank)
+    said = f" Rank {rank}: {ended['said']}" if ended is not None else ""
+    return wrap(f"No rank reached its {run.goal}.{said}", width, LONGEST)
 
 
 def stopped(run: Run, rank: int) -> dict[str, Any] | None:

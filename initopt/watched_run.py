@@ -42,6 +42,7 @@ from initopt.run import Wanted, forget, wanted
 
 if TYPE_CHECKING:
     from initopt.optimize.applied import Optimizing
+    from initopt.optimize.arrivals import Arrivals
 
 THROWN_AWAY = "thrown_away_step"
 """A training step whose outcome was overwritten from a checkpoint before the next one."""
@@ -149,8 +150,7 @@ class WatchedRun:
                 self._recorder.__enter__()
             self._is_rank = True
             forget(self._asked)
-            arrivals = self._optimizing.arrivals if self._optimizing is not None else None
-            around = arrivals.around if arrivals is not None else None
+            around = self._arrivals.around if self._arrivals is not None else None
             self._watching.enter_context(self._recorder.collectives(around=around))
             return True
         return False
@@ -295,17 +295,21 @@ class WatchedRun:
                     self._imports_end()
                     self._between.module_put_in(self._own.now())
 
+    @property
+    def _arrivals(self) -> Arrivals | None:
+        return self._optimizing.arrivals if self._optimizing is not None else None
+
     def main_step_begins(self, name: str) -> None:
         """A step of the main thread begins."""
-        if self._optimizing is not None and self._optimizing.arrivals is not None:
+        if self._arrivals is not None:
             with self._fail_safe():
-                self._optimizing.arrivals.step_begins(name)
+                self._arrivals.step_begins(name)
 
     def main_step_ended(self, error: BaseException | None) -> None:
         """It has ended, perhaps with this error."""
-        if self._optimizing is not None and self._optimizing.arrivals is not None:
+        if self._arrivals is not None:
             with self._fail_safe():
-                self._optimizing.arrivals.step_ended(error)
+                self._arrivals.step_ended(error)
 
     def step_begins(self) -> None:
         """An outermost step of the main thread begins."""
@@ -492,8 +496,8 @@ class WatchedRun:
         if raised is not None:
             lines, kept = self._own.raised(raised), id(raised) == self._recorder.failed
             self._put_end(self.failure(raised), lines, time.perf_counter(), kept=kept)
-            if self._optimizing is not None and self._optimizing.arrivals is not None:
-                self._optimizing.arrivals.ends(raised)
+            if self._arrivals is not None:
+                self._arrivals.ends(raised)
             return self._kind_and_place(raised)
         # If its line is another one, something else has left the program after this was caught.
         same = not here or self._exits.raised_again or (exit_ is not None and exit_.through in (None, here[0]))
