@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from initopt.hooks import HIDDEN
 from initopt.record import Ended
 from initopt.report import summary
 from initopt.run import FOLDER, VARIABLE, UsageError, Wanted, behind, forget, interpreter_words
@@ -351,6 +352,8 @@ def test_an_exit_code_is_in_the_record_and_in_the_last_line(tmp_path: Path, way:
     )
     stock, done = both(tmp_path, name, way)
     theirs, own = (re.sub("0x[0-9a-f]+", "", text) for text in (stock.stderr, without_ours(done.stderr)))
+    if sys.version_info < (3, 11):  # its bare `raise` brings the frame back
+        own = re.sub(rf".*{re.escape(HIDDEN)}.*\n", "", own)
     assert (done.returncode, own) == (stock.returncode, theirs)
     ours = f"with {how}, " if how else ""
     last = f"initopt: the script ended {ours}without a training step, and so does its record: .initopt/0001"
