@@ -80,9 +80,7 @@ class HelperProcess:
         """End the helper and what it has started, whatever it is doing. A `call` under way raises RuntimeError."""
         started = list(process_tree.descendants(self._process.pid)) if self._process.pid is not None else []
         self._process.kill()
-        for pid in started:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        process_tree.kill(started)
         self._process.join()
         self._parent.close()
 

@@ -22,6 +22,7 @@ from initopt.agreement import Difference, Disagreement
 from initopt.hooks import WORLD, Meeting, watched
 from initopt.leaving import leave_collectives, sockets_now
 from initopt.rank_numbers import ranks_in_short
+from initopt.store_connection import own_connection
 
 _LOOK = 0.2
 """Seconds between two looks for what another rank has found."""
@@ -75,10 +76,9 @@ class _Order:
         prefix = f"initopt/order/{attempt}/{next(_turns)}"
         job: Any = distributed_c10d._get_default_store()
         try:
-            # A connection does one thing at a time, and the script's may be waiting.
-            store, looked_at = PrefixStore(prefix, job.clone()), PrefixStore(prefix, job.clone())
+            store, looked_at = (PrefixStore(prefix, own_connection(job)) for _ in range(2))
             store.compare_set("begun", "", "yes")
-        except (AttributeError, RuntimeError) as error:
+        except (AttributeError, RuntimeError, TimeoutError) as error:
             warnings.warn(
                 f"initopt: one_order compares nothing, the job's store can't do it ({error}): leave the block out, or "
                 "make the process group with a TCPStore",

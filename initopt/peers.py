@@ -19,6 +19,7 @@ from typing import Any
 
 from initopt.failure import doing
 from initopt.process_id import is_gone, this_process
+from initopt.store_connection import own_connection
 
 BEAT = 0.5
 """Seconds between two status writes of a rank."""
@@ -78,7 +79,7 @@ class Peers:
         self.world_size = world_size
         # Ranks may differ in what they ran before, so that a count of all start-ups would not be the same.
         self._startup = f"{startup}.{turn}"
-        self._job = PrefixStore(f"initopt/{attempt_of_job()}", store.clone())
+        self._job = PrefixStore(f"initopt/{attempt_of_job()}", own_connection(store))
         self._own = PrefixStore(self._startup, self._job)
         self._status = status
         self._failed = failed

@@ -5,22 +5,19 @@ Nothing here waits inside the store: a connection does one thing at a time, and 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 from initopt.failure import first_line
 from initopt.peers import attempt_of_job
+from initopt.store_connection import own_connection
 
 POLL = 0.25
 """Seconds between two looks at the board of a rank that waits."""
 LINE = 10.0
 """Seconds after which ranks that wait say, and go on saying, for whom."""
-CONNECT = 30.0
-"""Seconds that a store may take to make a connection."""
 
 
 class StoreGone(Exception):
@@ -38,7 +35,7 @@ class Board:
         with _answering():
             from torch.distributed import PrefixStore
 
-            self._store = PrefixStore(f"initopt/{attempt_of_job()}/{topic}", _connection(store))
+            self._store = PrefixStore(f"initopt/{attempt_of_job()}/{topic}", own_connection(store))
         self._begun = time.monotonic()
         self._lines = 0
 
@@ -74,25 +71,6 @@ class Board:
             return False
         self._lines = turn
         return self.add(f"line/{turn}", 1) == 1
-
-
-def _connection(store: Any) -> Any:
-    # A server that is gone is tried for as long as the store's timeout, which may be half an hour: that is left to a
-    # thread which ends with it.
-    made: Future[Any] = Future()
-
-    def connect() -> None:
-        try:
-            made.set_result(store.clone())
-        except Exception as error:
-            made.set_exception(error)
-
-    thread = threading.Thread(target=connect, name="initopt-board", daemon=True)
-    thread.start()
-    thread.join(CONNECT)
-    if thread.is_alive():
-        raise TimeoutError(f"no connection within {CONNECT:g} s")
-    return made.result()
 
 
 @contextmanager

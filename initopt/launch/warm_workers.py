@@ -15,7 +15,7 @@ from typing import Any
 
 from initopt.launch.first_imports import left_to_ranks
 from initopt.launch.wire import receive, send
-from initopt.process_tree import descendants
+from initopt.process_tree import descendants, kill
 
 _PATIENCE = 60.0
 """Seconds that a fork may take. The process that forks has nothing else to do."""
@@ -169,12 +169,10 @@ class WarmWorkers:
         if self._process is not None:
             if self._refused or not self._ready:
                 # It is importing, or hangs in a fork, and would not notice.
-                for pid in (*descendants(self._process.pid), self._process.pid):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                kill((*descendants(self._process.pid), self._process.pid))
             self._process.wait()
         for rank in self._ranks:
-            rank.poll()
+            rank.poll(orphan=True)
         self._ranks.clear()
         self._process, self._control, self._ready = None, None, False
         self._news.clear()
@@ -225,14 +223,19 @@ class ForkedRank:
         # The number is its own for now: it is not waited for before the line is closed.
         self._alive = os.pidfd_open(pid) if line is not None else -1
 
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal, None while it runs."""
+    def poll(self, *, orphan: bool = False) -> int | None:
+        """The exit code, negative for a signal, None while it runs.
+
+        An `orphan` is ended if it runs: it may hold the line, so that its end does not show that nobody is there.
+        """
         if self.returncode is None and self._line is not None:
             try:
                 # Left where it is: a signal's handler may raise before the next line.
                 text = self._line.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return None
+                if not orphan:
+                    return None
+                text = b""
             self.returncode = int(text) if text else self._end_orphan()
             self._line.close()
             os.close(self._alive)

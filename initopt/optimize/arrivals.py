@@ -34,6 +34,7 @@ from initopt.optimize.together import Together
 from initopt.own_lines import Own
 from initopt.peers import attempt_of_job
 from initopt.process_id import this_process
+from initopt.store_connection import own_connection
 
 NAMES = (failures.NAME, patience.NAME, order.NAME)
 
@@ -367,18 +368,12 @@ class Arrivals:
             self._status = self._status.but(**changes)
 
     def _connection(self, store: Any = None) -> Any:
-        """This thread's own: a connection does one thing at a time."""
+        """This thread's own."""
         found = getattr(self._here, "store", None)
         if found is None:
             make: Any = sys.modules["torch"].distributed.PrefixStore
-            store = store or self._store
-            # It is for the connection, too, where its server ends at this moment; then it was the script's, of hours.
-            before = store.timeout
-            store.set_timeout(timedelta(seconds=ANSWER))
-            try:
-                own = store.clone()
-            finally:
-                store.set_timeout(before)
+            own = own_connection(store or self._store, ANSWER)
+            own.set_timeout(timedelta(seconds=ANSWER))
             found = self._here.store = make(f"initopt/{attempt_of_job()}/arrivals", own)
         return found
 

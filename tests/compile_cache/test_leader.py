@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from initopt import store_connection
 from initopt.compile_cache import board, leader
 from initopt.compile_cache.board import Board
 from initopt.compile_cache.leader import Outcome, one_for_all
@@ -307,16 +308,17 @@ def test_the_store_goes_while_a_rank_leads() -> None:
 
 
 def test_the_store_is_gone_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "CONNECT", 0.05)
+    monkeypatch.setattr(store_connection, "CONNECT", 0.05)
     with forked_store() as (store, server):
         store.set_timeout(datetime.timedelta(seconds=0.5))
         os.kill(server, signal.SIGKILL)
         os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
         outcome = one_for_all(store, rank=1, topic="t", patience=LONG, work=lambda say: "made", use=pytest.fail)
-        why = "the job's store no longer answers (TimeoutError: no connection within 0.05 s)"
+        error = "TimeoutError: no connection within 0.05 s: the process that serves the job's store may be gone"
+        why = f"the job's store no longer answers ({error})"
         assert outcome == Outcome("alone", None, outcome.waited, why, "made")
         for thread in threading.enumerate():
-            if thread.name == "initopt-board":
+            if thread.name == "initopt-connects":
                 thread.join()
 
 

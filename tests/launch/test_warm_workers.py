@@ -6,6 +6,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from initopt.launch import warm_workers
-from initopt.launch.warm_workers import LaunchError, WarmWorkers
+from initopt.launch.warm_workers import ForkedRank, LaunchError, WarmWorkers
 from tests.launch.forking import LIMIT, Job, job, plain
 from tests.multirank.launch import MARK, marked
 
@@ -677,6 +678,16 @@ def test_no_rank_is_left_where_the_next_cannot_be_forked(mark: str) -> None:
         ranks.workers.end()
         assert first.returncode == -signal.SIGKILL
         assert gone(first.pid)
+
+
+def test_an_orphan_ends_that_holds_its_own_line() -> None:
+    """As a rank does from its fork until it has said that it started."""
+    mine, theirs = socket.socketpair()
+    with theirs, subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        rank = ForkedRank(["sleep"], process.pid, mine)
+        assert rank.poll() is None
+        assert rank.poll(orphan=True) == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
 
 
 def test_ranks_that_run_end_with_the_launch(mark: str) -> None:

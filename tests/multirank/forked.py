@@ -31,7 +31,7 @@ def fork_ranks(
     """Call `function(*args, **kwargs)` in one forked process per rank and return what each rank returned.
 
     AssertionError, with what the ranks wrote, if one fails or the job is not done after `timeout` seconds; then all
-    their processes are killed.
+    their processes are killed. Rank 0, which serves the job's store, ends last unless it fails, as an agent would.
     """
     import torchrec  # noqa: F401  once, for all ranks of all jobs
 
@@ -46,7 +46,7 @@ def fork_ranks(
         folder = Path(name)
         pids = [_fork(folder, rank, shared, function, args, kwargs) for rank in range(ranks)]
         try:
-            done = _wait(pids, time.monotonic() + timeout)
+            done = _wait(pids, folder, time.monotonic() + timeout)
         finally:
             for pid in pids:
                 try:
@@ -98,6 +98,8 @@ def _fork(
         value = pickle.dumps(function(*args, **kwargs))
         (folder / f"value{rank}.new").write_bytes(value)
         (folder / f"value{rank}.new").rename(folder / f"value{rank}")
+        while rank == 0 and not (folder / "last").exists():
+            time.sleep(0.01)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -107,11 +109,13 @@ def _fork(
         os._exit(code)
 
 
-def _wait(pids: list[int], deadline: float) -> bool:
+def _wait(pids: list[int], folder: Path, deadline: float) -> bool:
     left = set(pids)
     while left and time.monotonic() < deadline:
         for pid in list(left):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 left.remove(pid)
+        if left == {pids[0]}:
+            (folder / "last").touch()
         time.sleep(0.01)
     return not left

@@ -79,6 +79,35 @@ def test_the_first_call_that_differs_is_named_on_all_ranks(program: Any, says: s
     assert text.count(f"{Path(__file__).name}:") == 2
 
 
+def compared_with_no_server() -> str:
+    """What a rank is told whose job's store is gone: it goes on alone, and soon."""
+    import os
+    import signal
+    import time
+
+    from torch import distributed
+
+    from initopt import one_order, store_connection
+    from tests.multirank.forked_store import forked_store
+
+    store_connection.CONNECT = 0.2
+    with forked_store() as (store, server):
+        # Two "ranks" that never meet: the group of one is all that is needed to ask for the store.
+        distributed.init_process_group("fake", store=store, rank=0, world_size=2)
+        os.kill(server, signal.SIGKILL)
+        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+        began = time.monotonic()
+        with pytest.warns(UserWarning) as warned, one_order():
+            distributed.barrier()
+        assert time.monotonic() - began < 10
+    return str(warned[0].message)
+
+
+def test_a_rank_whose_store_is_gone_goes_on_without() -> None:
+    [text] = fork_ranks(compared_with_no_server, ranks=1)
+    assert "one_order compares nothing, the job's store can't do it (no connection within 0.2 s" in text
+
+
 def trained(cases: list[Case]) -> list[bool]:
     """Whether cases are as without, made by TorchRec and with meetings left out, two groups in one process."""
     import logging
