@@ -22,6 +22,7 @@ bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --timeout=1800
 	$(BIN)/python -m tests.planner_fuzz --quiet --configurations 300
 	$(BIN)/python -m benchmarks.bench_imports
+	$(BIN)/python -m benchmarks.bench_meetings
 	$(BIN)/python -m benchmarks.bench_planner
 	$(BIN)/python -m benchmarks.bench_compile
 	$(BIN)/python -m benchmarks.bench_dynamic_shapes

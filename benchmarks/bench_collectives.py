@@ -146,7 +146,7 @@ def equal(case: Case) -> bool:
 
 def faked(case: Case, ranks: int) -> list[Counts]:
     """What one rank of so many would do, as TorchRec does and with all rewrites."""
-    from initopt.comm_elim.elimination import REWRITES
+    from initopt.optimizations import REWRITES
 
     quietly()
     found = []
@@ -178,7 +178,7 @@ def timed_rows(
     cases: Sequence[Case], ranks: int, rounds: int, *, latency: float = 0.0, compared: bool = False
 ) -> Iterator[str]:
     """The rows of these cases for so many ranks, one by one."""
-    from initopt.comm_elim.elimination import REWRITES
+    from initopt.optimizations import REWRITES
 
     for case in filter(None, (fitting(one, ranks) for one in cases)):
         found = fork_ranks(turns, case, (None, REWRITES), rounds, latency, ranks=ranks, timeout=600)
@@ -204,7 +204,7 @@ def timed_rows(
 
 def by_itself(ranks: int, rounds: int) -> Iterator[str]:
     """The rows of each rewrite without the others."""
-    from initopt.comm_elim.elimination import REWRITES
+    from initopt.optimizations import REWRITES
 
     ways = (None, (), *((name,) for name in REWRITES), REWRITES)
     for case in filter(None, (fitting(one, ranks) for one in BY_ITSELF)):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.demo import TRAINERS
-from benchmarks.results_page import made_on, ratio, table
+from benchmarks.results_page import made_on, spread, table
 from benchmarks.trainers import criteo
 from initopt import Run, bench, contain
 from initopt.record import run_root
@@ -88,7 +88,7 @@ def row(ranks: int, pairs: Sequence[tuple[Start, Start]]) -> str:
     for name in ("imports", "cpu", "first_batch", "restart"):
         values = [(getattr(stock, name), getattr(mine, name)) for stock, mine in pairs]
         medians = [bench.Spread.of(side).median for side in zip(*values, strict=True)]
-        cells += [f"{medians[0]:.1f} -> {medians[1]:.1f}", ratio(stock / mine for stock, mine in values)]
+        cells += [f"{medians[0]:.1f} -> {medians[1]:.1f}", spread(stock / mine for stock, mine in values)]
     states = {start.digests for pair in pairs for start in pair}
     cells.append("identical" if len(states) == 1 and len(states.pop()) == ranks else "DIFFERENT")
     return f"| {' | '.join(cells)} |"

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.results_page import made_on, ratio, table
+from benchmarks.results_page import made_on, spread, table
 from benchmarks.trainers import criteo, emulation_values
 from initopt import Run, bench, contain
 from initopt.record import FIRST_STEP, run_root
@@ -208,7 +208,7 @@ def row(name: str, rounds: Sequence[dict[str, Start]]) -> str:
         cells.append(f"{bench.Spread.of(stock).median:.2f}")
         for way in ("recorded", "optimized"):
             ours = [getattr(one[way], time_) for one in rounds]
-            cells.append(ratio(theirs / mine for theirs, mine in zip(stock, ours, strict=True)))
+            cells.append(spread(theirs / mine for theirs, mine in zip(stock, ours, strict=True)))
     said = {start.said for one in rounds for start in one.values()}
     cells.append("identical" if len(said) == 1 else "DIFFERENT")
     return f"| {' | '.join(cells)} |"

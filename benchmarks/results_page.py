@@ -12,9 +12,10 @@ def table(columns: Sequence[str], rows: Iterable[str]) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows]
 
 
-def ratio(values: Iterable[float]) -> str:
-    spread = bench.Spread.of(values)
-    return f"{spread.median:.2f} ({spread.min:.2f} ... {spread.max:.2f})"
+def spread(values: Iterable[float], form: str = "{:.2f}") -> str:
+    """Their median and range, each as `form` says."""
+    of = bench.Spread.of(values)
+    return "{} ({} ... {})".format(*map(form.format, (of.median, of.min, of.max)))
 
 
 def made_on(run: Run) -> tuple[str, str]:

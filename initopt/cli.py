@@ -467,7 +467,8 @@ def _graph(what: str | None, root: Path | None, inputs: Sequence[str]) -> Graph:
     if not colon:
         run = _run(what, root)
         if run.graph is None:
-            raise RecordError(run.path, "there is no graph in this run: record one with initopt.Startup")
+            why = "there is no graph in this run: initopt.Startup records one, and initopt plot draws any run"
+            raise RecordError(run.path, why)
         return run.graph
     sys.path.insert(0, os.getcwd())
     try:

@@ -42,9 +42,25 @@ TABLE = (
 
 NAMES = tuple(one.name for one in TABLE)
 
+REWRITES = ("validation_flag", "plan", "groups", "ec_metadata", "mc_metadata", "dp_tables", "ddp_sync")
+"""What `eliminate` consists of, as one follows the other (see `comm_elim.elimination`)."""
+
+
+def disabled() -> tuple[str, ...]:
+    """The names in INITOPT_DISABLE."""
+    return tuple(filter(None, (name.strip() for name in os.environ.get(DISABLE, "").split(","))))
+
+
+def unknown_disabled() -> str:
+    """What is wrong with INITOPT_DISABLE, a sentence; empty if nothing is."""
+    known = dict.fromkeys((*NAMES, *REWRITES))
+    for name in disabled():
+        if name not in known:
+            return f"{DISABLE} names {name!r}, which is no optimization or rewrite; there are {', '.join(known)}"
+    return ""
+
 
 def enabled(names: Iterable[str]) -> tuple[str, ...]:
     """Those of these names that INITOPT_DISABLE does not take away, in the table's order."""
-    off = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
-    wanted = set(names)
+    off, wanted = disabled(), set(names)
     return tuple(name for name in NAMES if name in wanted and name not in off)

@@ -330,7 +330,7 @@ def compile_view(run: Run, rank: int | None = None, *, width: int = 80) -> View:
     lines += _notes(run, width, stage="compile")
     elsewhere = _compiled_elsewhere(run, rank) if everybody else []
     lines += _warned(elsewhere, width)
-    lines += next_verbs(width, "blame", "critical-chain")
+    lines += next_verbs(width, "blame", *(("critical-chain",) if finished_ranks(run) else ()))
     return View(tuple(lines), data, finding=bool(elsewhere) or _troubled(run, rank))
 
 
@@ -413,6 +413,14 @@ def _compiling(link: Link, inside: Mapping[tuple[str, float], Sequence[Span]]) -
     return sum(min(one.end, end) - one.start for one in turns if one.start < end)
 
 
+def _no_imports(run: Run, rank: int) -> str:
+    if rank not in run.trailers:
+        return f"the record of rank {rank} stops before its end, where its imports would be written down"
+    if run.watched.get(rank, Watched()).imports == "off":
+        return "its imports were not recorded: call initopt.record_imports() before them"
+    return f"rank {rank} has imported nothing since its record began"
+
+
 def imports_view(run: Run, rank: int | None = None, *, everything: bool = False, width: int = 80) -> View:
     """What one rank (the median one by default) imported: by package, and by the line of the trainer that led to it.
 
@@ -421,7 +429,7 @@ def imports_view(run: Run, rank: int | None = None, *, everything: bool = False,
     rank = chosen_rank(run, rank)
     packages = [one for one in run.imported if one.rank == rank]
     if not packages:
-        raise RecordError(run.path, "its imports were not recorded: call initopt.record_imports() before them")
+        raise RecordError(run.path, _no_imports(run, rank))
     by_line = [one for one in run.import_lines if one.rank == rank]
     before = run.watched[rank].before if rank in run.watched else ()
     data = {

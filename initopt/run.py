@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from initopt.optimizations import NAMES, TABLE
+from initopt.optimizations import NAMES, TABLE, unknown_disabled
 
 VARIABLE = "INITOPT_RUN"
 """Set where a start-up is recorded: the interpreter that is meant, the script's process id, a `Wanted` as JSON."""
@@ -159,6 +159,8 @@ def _parsed(words: Sequence[str]) -> tuple[Options | None, list[str]]:
         setattr(options, name, value)
     if left_out and not options.optimize:
         raise UsageError(f"initopt.run: --no-{left_out[0]} takes something away from --optimize, which is not there")
+    if options.optimize and (wrong := unknown_disabled()):
+        raise UsageError(f"initopt.run: {wrong}")
     options.optimize = tuple(name for name in options.optimize if name not in left_out)
     if not rest or rest == ["-m"]:
         raise UsageError("initopt.run: no script is named")

@@ -445,12 +445,8 @@ class WatchedRun:
                 how = self._ended()
                 self._leave()
                 self._say_no_first_batch(how)
-            elif (
-                self._asked.program == self._pid
-                and int(os.environ.get("WORLD_SIZE", "1")) > 1
-                and (how := self._ended())
-            ):
-                _say(f"the script ended with {how}, before it had a process group, so there is no record of it")
+            elif self._asked.program == self._pid:
+                self._say_no_record(self._ended())
 
     def _alone(self) -> bool:
         """Whether the script has trained in its own process, as far as is known: it has started no recorded ranks."""
@@ -471,7 +467,7 @@ class WatchedRun:
         recorder = self._recorder
         if recorder.path is None:
             return
-        wanted_ = f"step {self.until!r}" if self.until else "training step"
+        wanted_ = f"step {self.until!r}{self._steps_there_were()}" if self.until else "training step"
         with_ = f"{f' on rank {recorder.rank}' if recorder.world_size > 1 else ''}{f' with {how},' if how else ''}"
         last = f"the script ended{with_} without a {wanted_}, and so does its record: {_short(recorder.path)}"
         if recorder.world_size > 1:
@@ -487,6 +483,25 @@ class WatchedRun:
             for said in who_failed(written, recorder.world_size):
                 _say(said)
         _say(last)
+
+    def _say_no_record(self, how: str) -> None:
+        if how:
+            # Of one process, its own traceback or exit code says all there is.
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                _say(f"the script ended with {how}, before it had a process group, so there is no record of it")
+            return
+        # Python says itself where there is no such script.
+        if os.path.exists("".join(sys.argv[:1])) and self._alone() and os.environ.get("RANK", "0") == "0":
+            _say("the script ended without a process group or a training step, so there is no record of it")
+
+    def _steps_there_were(self) -> str:
+        from initopt.runs import Run
+
+        recorder = self._recorder
+        assert recorder.path is not None
+        spans = Run.load(recorder.path).of_rank(recorder.rank)
+        names = dict.fromkeys(span.name for span in spans if span.kind in ("step", "import"))
+        return f" (there were {', '.join(names)})" if names else ""
 
     def _ended(self) -> str:
         """What has ended the script, without its message, left in the record; empty where it came to its end."""

@@ -68,7 +68,7 @@ def test_what_was_left_out_is_named(tmp_path: Path) -> None:
 
 
 def test_every_rewrite_has_its_reason() -> None:
-    from initopt.comm_elim.elimination import REWRITES
+    from initopt.optimizations import REWRITES
 
     assert tuple(WHY) == REWRITES
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import traceback
 from collections.abc import Iterator
@@ -86,11 +85,8 @@ def test_the_frames_of_other_code_stay() -> None:
 
 @pytest.fixture
 def torchrun_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    names = ("127.0.0.1", str(port), "0", "1", "True")
+    server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = ("127.0.0.1", str(server.port), "0", "1", "True")
     for name, value in zip(early._NAMES, names, strict=True):
         monkeypatch.setenv(name, value)
     yield server

@@ -172,6 +172,11 @@ def test_objects_of_all_ranks_must_have_been_watched(stock: Run) -> None:
 def test_imports_that_were_not_recorded_are_no_view(stock: Run, unfinished: Run) -> None:
     with pytest.raises(RecordError, match=r"call initopt.record_imports\(\) before them"):
         report.imports_view(stock)
+    with pytest.raises(RecordError, match="rank 0 has imported nothing since its record began"):
+        report.imports_view(replace(stock, watched={0: Watched(imports="timed")}), 0)
+    killed = replace(stock, trailers={})
+    with pytest.raises(RecordError, match="the record of rank 0 stops before its end, where its imports would be"):
+        report.imports_view(killed, 0)
     with pytest.raises(RecordError, match="no rank finished"):
         report.defer_view(unfinished)
 

@@ -32,6 +32,7 @@ print(json.dumps({
     "finders": [finder.__class__.__name__ for finder in sys.meta_path],
 }))
 """
+NO_RECORD = "initopt: the script ended without a process group or a training step, so there is no record of it"
 
 
 def python(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -85,10 +86,13 @@ def test_the_interpreter_s_own_options_are_kept(words: list[str], kept: list[str
         (["--optimize", "--no-magic", "script.py"], "there is no option --no-magic"),
         (["--no-plan", "script.py"], "--no-plan takes something away from --optimize"),
         (["-root", "x", "script.py"], "there is no option -root"),
+        (["--optimize", "script.py"], "INITOPT_DISABLE names 'magic', which is no optimization or rewrite; there are "),
     ],
 )
 def test_what_makes_no_sense_is_said_with_the_usage(tmp_path: Path, words: list[str], problem: str) -> None:
-    done = python(tmp_path, "-m", "initopt.run", *words)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("INITOPT_DISABLE", "plan,magic")  # which matters with --optimize only
+        done = python(tmp_path, "-m", "initopt.run", *words)
     assert done.returncode == 2
     assert problem in done.stderr
     assert "usage: python -m initopt.run" in done.stderr
@@ -383,7 +387,7 @@ def test_a_step_that_is_named_so_ends_the_record(tmp_path: Path) -> None:
 def test_until_a_step_that_never_comes_says_so(tmp_path: Path) -> None:
     name = script(tmp_path, "import initopt\nwith initopt.step('model'):\n    pass")
     done = python(tmp_path, "-m", "initopt.run", "--until", "ready", name)
-    assert "the script ended without a step 'ready', and so does its record" in done.stderr
+    assert "the script ended without a step 'ready' (there were imports, model), and so does its record" in done.stderr
 
 
 def test_a_folder_that_can_t_be_written_costs_the_record_only(tmp_path: Path) -> None:
@@ -413,7 +417,18 @@ def test_the_user_s_own_sitecustomize_runs(tmp_path: Path, own: str | None) -> N
     # It runs in the interpreter that leaves word as well.
     said = "mine\n" if own and own.startswith("print") else ""
     assert done.stdout == said + stock.stdout
-    assert set(done.stderr.splitlines()) == set(stock.stderr.splitlines())
+    assert set(done.stderr.splitlines()) - {NO_RECORD} == set(stock.stderr.splitlines())
+
+
+def test_a_script_without_a_start_up_has_no_record_and_that_is_said(tmp_path: Path) -> None:
+    name = script(tmp_path, "print('nothing')")
+    done = python(tmp_path, "-m", "initopt.run", name)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "nothing\n", f"{NO_RECORD}\n")
+    second = python(tmp_path, "-m", "initopt.run", name, env={"RANK": "1", "WORLD_SIZE": "2"})
+    assert second.stderr == ""
+    failed = python(tmp_path, "-m", "initopt.run", script(tmp_path, "import sys\nsys.exit(3)", "failed.py"))
+    assert (failed.returncode, failed.stderr) == (3, "")
+    assert not (tmp_path / ".initopt").exists()
 
 
 def test_an_interpreter_that_does_not_import_torch_has_nothing_of_ours(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def rewritten(
         if local:
             own = plan_locally(make_fast(planner), module, sharders, rank=rank)
         else:
-            own = OwnPlan(None if rank else planner.plan(module, sharders), "the rewrite 'plan' is not used")
+            planned = None if rank else planner.plan(module, sharders)
+            own = OwnPlan(planned, "the rewrite 'plan' is not used", asked=True)
         found = agree_on_plan(own, group, agreement.device, agreement=agreement)
         numbers = set(agreement.told("sharding plan"))
         if len(numbers) == 1 and 0 not in numbers:

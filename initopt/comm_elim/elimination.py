@@ -24,16 +24,12 @@ from initopt.comm_elim.assumed import Dense
 from initopt.comm_elim.due import due
 from initopt.comm_elim.left_out import told
 from initopt.hooks import caller_level
-from initopt.optimizations import NAMES
+from initopt.optimizations import REWRITES, disabled, unknown_disabled
 from initopt.replaced import on_this_thread
-
-REWRITES = ("validation_flag", "plan", "groups", "ec_metadata", "mc_metadata", "dp_tables", "ddp_sync")
-"""The rewrites by name, as they follow each other."""
 
 TESTED = {"torch": "2.13.", "torchrec": "1.9."}
 """The versions whose code between two meetings is known. With others nothing is left out."""
 
-_OFF = "INITOPT_DISABLE"
 _SHAPES, _FORMS, _VALUES = "shapes of dense parameters", "dense parameters", "values of dense parameters"
 _HARMLESS = frozenset(
     (
@@ -328,17 +324,14 @@ def _chosen(rewrites: Iterable[str]) -> tuple[str, ...]:
     unknown = [name for name in wanted if name not in REWRITES]
     if unknown:
         raise ValueError(f"there is no rewrite {unknown[0]!r}; there are {', '.join(REWRITES)}")
-    off = [name.strip() for name in os.environ.get(_OFF, "").split(",") if name.strip()]
-    known = dict.fromkeys((*NAMES, *REWRITES))
-    for name in off:
-        if name not in known:
-            _warn(f"{_OFF} names {name!r}, which is no optimization or rewrite; there are {', '.join(known)}")
+    if wrong := unknown_disabled():
+        _warn(wrong)
     other = _untested()
     if other:
         tested = " and ".join(f"{name} {number}*" for name, number in TESTED.items())
         _warn(f"no meeting of ranks is left out: {other} is not what was tested ({tested})")
         return ()
-    return tuple(name for name in REWRITES if name in wanted and name not in off)
+    return tuple(name for name in REWRITES if name in wanted and name not in disabled())
 
 
 def _warn(text: str) -> None:

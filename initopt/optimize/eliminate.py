@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from initopt.optimizations import REWRITES
 from initopt.optimize.saying import Saying
 from initopt.optimize.together import Together
 
@@ -19,7 +20,7 @@ def eliminate(together: Together, saying: Saying, *, plan: bool) -> Iterator[Non
         saying.left(NAME, why)
         yield
         return
-    from initopt.comm_elim.elimination import REWRITES, eliminated
+    from initopt.comm_elim.elimination import eliminated
 
     with eliminated([name for name in REWRITES if plan or name != "plan"]) as elimination:
         yield

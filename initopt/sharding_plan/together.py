@@ -48,7 +48,8 @@ _MOST = 200_000
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """What this rank found. `why` says why its `plan` is not to be taken for the other ranks'; empty if it is.
+    """What this rank found. `why` says why its `plan` is not to be taken for the other ranks'; empty if it is. That is
+    no news where it was `asked` for.
 
     `inputs` has a digest of each of INPUTS, `remarks` say what the planner did, `local_world_size` is this rank's
     LOCAL_WORLD_SIZE, 0 where it has none.
@@ -59,6 +60,7 @@ class OwnPlan:
     inputs: Mapping[str, bytes] = field(default_factory=lambda: dict.fromkeys(INPUTS, bytes(_WIDTH)))
     remarks: tuple[str, ...] = ()
     local_world_size: int = field(default_factory=ranks_of_host)
+    asked: bool = False
 
 
 def plan_locally(planner: Any, model: nn.Module, sharders: Sequence[Any], *, rank: int) -> OwnPlan:
@@ -179,6 +181,8 @@ def _say(own: OwnPlan, told: Sequence[_Message]) -> str:
 
     Returns the words where warnings are errors (`-W error`): on all ranks then, which would else wait for this one.
     """
+    if own.asked:
+        return ""
     if own.why:
         logger.warning("the other ranks wait for rank 0's sharding plan: %s", own.why)
         return ""

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from initopt.comm_elim.elimination import REWRITES, Elimination, eliminated
-from initopt.optimizations import NAMES
+from initopt.comm_elim.elimination import Elimination, eliminated
+from initopt.optimizations import NAMES, REWRITES
 from initopt.optimize.eliminate import eliminate
 from initopt.optimize.saying import Saying
 from initopt.optimize.together import Together

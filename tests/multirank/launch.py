@@ -8,6 +8,7 @@ It needs /proc.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,11 +61,13 @@ class JobOutput:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of this host that nothing listens on, and that no connection is given by the system."""
+    while True:
+        # Below those that the system hands out, to the other tests that run meanwhile among others.
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def marked(job: str) -> tuple[int, ...]:

@@ -214,7 +214,7 @@ def one_off() -> dict[str, tuple[Outcome, ...]]:
 
 
 def test_each_rewrite_is_switched_off_by_name_and_training_is_the_same() -> None:
-    from initopt.comm_elim.elimination import REWRITES
+    from initopt.optimizations import REWRITES
 
     assert REWRITES == EVERY
     meets = {
