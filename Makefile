@@ -19,6 +19,7 @@ test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --benchmark-disable
 
 bench: $(READY)
+	$(BIN)/python -m pytest tests -m long
 	$(BIN)/python -m pytest benchmarks --timeout=1800
 	$(BIN)/python -m tests.planner_fuzz --quiet --configurations 300
 	$(BIN)/python -m benchmarks.bench_imports

@@ -272,6 +272,7 @@ def real_start(size: int, known: Any, cache: Path) -> tuple[Any, Any]:
     return winners, tuned
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.metadata.version("torch") < "2.13", reason="the choices of torch 2.13 are looked at")
 def test_inductor_tries_what_is_recorded(real: Path) -> None:

@@ -71,6 +71,7 @@ def fresh(*records: Mapping[str, bool]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_what_is_known_gives_the_same_code_and_starts_no_process(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,7 @@ def own_constant(disk: Path, place: str) -> Any:
     return result, cache.found
 
 
+@pytest.mark.long
 def test_a_constant_of_one_rank_never_gets_into_the_code_of_another(tmp_path: Path) -> None:
     place = tmp_path / "store"
     first = fork_ranks(own_constant, tmp_path / "a", str(place), timeout=120)

@@ -47,7 +47,7 @@ def test_a_step_never_returns(mode: str, tmp_path: Path) -> None:
         assert "start-up step 'features' did not return within 5 s" in rank.stderr
 
 
-@pytest.mark.parametrize("mode", ["overlap", "serial"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("serial", marks=pytest.mark.long)])
 def test_a_step_never_lets_go_of_the_interpreter_lock(mode: str, tmp_path: Path) -> None:
     job = failed("hold", mode, tmp_path)
     first, second = job.ranks
