@@ -21,7 +21,7 @@ import torch
 from initopt.launch import warm_workers
 from initopt.launch.warm_workers import ForkedRank, LaunchError, WarmWorkers
 from tests.launch.forking import LIMIT, Job, job, plain
-from tests.multirank.launch import MARK, marked
+from tests.multirank.launch import MARK, remaining
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name = f"launch-{os.getpid()}-{random.random()}"
     monkeypatch.setenv(MARK, name)
     yield name
-    left = set(marked(name))
+    left = remaining(name, 2.0)
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

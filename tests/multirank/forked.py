@@ -25,7 +25,7 @@ def fork_ranks(
     *args: Any,
     ranks: int = 2,
     env: Mapping[str, str] | None = None,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` in one forked process per rank and return what each rank returned.

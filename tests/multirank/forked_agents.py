@@ -17,7 +17,7 @@ HOSTS, LOCAL = 2, 2
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def fork_agents(function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def fork_agents(function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call `function(*args)` on the four ranks of two agents, and return what each returned. Raises as `fork_ranks`."""
     found = fork_ranks(_agent, free_port(), function, args, ranks=HOSTS, timeout=timeout)
     of_rank: dict[int, Any] = {rank: value for one in found for rank, value in one.items()}

@@ -89,7 +89,7 @@ def launch(
     script_args: Sequence[str],
     ranks: int = 2,
     env: Mapping[str, str] | None = None,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     *,
     grace: float = 2.0,
 ) -> JobOutput:
@@ -129,7 +129,7 @@ def launch(
                     )
             timed_out = not _wait(workers, start + timeout)
             seconds = time.monotonic() - start
-            orphans = () if timed_out else _remaining(job, grace)
+            orphans = () if timed_out else remaining(job, grace)
         finally:
             _kill(job, workers)
         outputs = tuple(
@@ -154,7 +154,8 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
     return True
 
 
-def _remaining(job: str, grace: float) -> tuple[int, ...]:
+def remaining(job: str, grace: float) -> tuple[int, ...]:
+    """Those of them that have not ended after `grace` seconds: who was killed takes a moment."""
     deadline = time.monotonic() + grace
     while (left := marked(job)) and time.monotonic() < deadline:
         time.sleep(0.02)

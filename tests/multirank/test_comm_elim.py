@@ -14,7 +14,7 @@ import pytest
 from tests.multirank.eliminated_ranks import HOW, Case, Outcome, built, groups, outcome, outcomes, own_group
 from tests.multirank.forked import fork_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 TABLE = [
     # The meetings of TorchRec, and what is left of them: the agreement, the data-parallel tables, other dense values.

@@ -14,8 +14,6 @@ from tests.multirank import eliminated_ranks
 from tests.multirank.eliminated_ranks import Case, Counter, Outcome, built, counted, outcome
 from tests.multirank.forked import fork_ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @dataclass(frozen=True)
 class Divided:
@@ -89,7 +87,7 @@ def both() -> list[Any]:
 
 
 def test_a_collection_is_as_in_torchrec_and_a_rank_makes_its_own_groups_once() -> None:
-    for rank, found in enumerate(fork_ranks(both, ranks=4, timeout=100)):
+    for rank, found in enumerate(fork_ranks(both, ranks=4, timeout=200)):
         for row, ((stock, theirs), (mine, ours)) in zip(ROWS, found, strict=True):
             assert mine.state == stock.state and mine.result() == stock.result(), row
             assert sum(stock.meetings.values()) == row.before, (row, stock.meetings)

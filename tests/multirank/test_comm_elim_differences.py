@@ -11,12 +11,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 from tests.multirank.eliminated_ranks import Case, Outcome, built, outcome, own_group
 from tests.multirank.forked import fork_ranks
-
-pytestmark = pytest.mark.timeout(120)
 
 TABLES = Case("EC", ("table_wise", "row_wise"), steps=2)
 RANKS = 3
@@ -216,7 +212,7 @@ def all_of_them() -> tuple[dict[str, Found], str, str]:
 
 
 def test_what_differs_on_one_rank_is_named_and_nobody_hangs() -> None:
-    ranks = fork_ranks(all_of_them, ranks=RANKS, timeout=100)
+    ranks = fork_ranks(all_of_them, ranks=RANKS, timeout=200)
     for name, one in DIFFERENCES.items():
         of_ranks = [told[name] for told, _, _ in ranks]
         assert all(one.is_told_in(found.strict) for found in of_ranks), (name, of_ranks[0].strict)

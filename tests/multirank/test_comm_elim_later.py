@@ -12,8 +12,6 @@ import pytest
 from tests.multirank.eliminated_ranks import Case, built, digest, own_group
 from tests.multirank.forked import fork_ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def made(case: Case) -> Any:
     import torch

@@ -13,7 +13,7 @@ import pytest
 from tests.multirank.forked import fork_ranks
 from tests.multirank.test_torchrec_plugin import config, small
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,6 @@ from tests.multirank.fake_world import fake_world
 from tests.multirank.forked import fork_ranks
 from tests.multirank.forked_agents import fork_agents
 
-pytestmark = pytest.mark.timeout(120)
-
 MORE = (
     Case("EBC", ("table_wise", "row_wise"), replicas=2, local=1, seeds="rank"),
     Case("EBC", ("table_row_wise",) * 2, replicas=2, local=1),
@@ -69,7 +67,7 @@ def test_two_dimensions_and_metrics_are_as_in_torchrec_and_are_counted_alike_by_
     # Once, for all ranks.
     import torchrec.metrics.cpu_offloaded_metric_module  # noqa: F401
 
-    found = fork_ranks(on_gloo, ranks=4, timeout=100)
+    found = fork_ranks(on_gloo, ranks=4, timeout=200)
     for case in MORE:
         for stock, mine in found:
             expected, other = stock[case.name], mine[case.name]

@@ -15,7 +15,7 @@ import pytest
 from initopt.compile_cache import board
 from tests.multirank.forked import fork_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True)

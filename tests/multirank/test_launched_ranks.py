@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,12 +21,12 @@ import pytest
 from initopt import Run
 from initopt.chain import finished_ranks, outer_steps
 from tests.multirank.forked import fork_ranks
-from tests.multirank.launch import MARK, REPOSITORY, free_port, marked
+from tests.multirank.launch import MARK, REPOSITORY, free_port, marked, remaining
 from tests.multirank.trainer_ranks import TRAINERS, rank_of
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LAUNCH = (sys.executable, "-c", "from initopt.cli import main; main()", "launch")
-LIMIT = 60.0
+LIMIT = 120.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def run(
         for _, place, process in jobs:
             if act is not None:
                 while len(list(place.glob("up.*"))) < 2 and process.poll() is None:
-                    os.sched_yield()
+                    time.sleep(0.002)
                 act(process.pid)
         return [_left(mark, place, process.wait(LIMIT)) for mark, place, process in jobs]
     finally:
@@ -89,7 +90,7 @@ def _left(mark: str, place: Path, code: int) -> Left:
         (place / "err").read_text(),
         json.loads(error.read_text())["message"]["message"] if error.exists() else None,
         sorted("/".join(path.relative_to(place / "logs").parts[1:]) for path in logs),
-        marked(mark),
+        remaining(mark, 2.0),
     )
 
 

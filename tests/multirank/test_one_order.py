@@ -13,8 +13,6 @@ import pytest
 from tests.multirank.eliminated_ranks import HOW, Case, outcome, own_group
 from tests.multirank.forked import fork_ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 LONG = datetime.timedelta(minutes=10)
 """Of the groups: who waits it out is ended by the test's own limit, which is shorter."""
 
@@ -74,7 +72,7 @@ def another_root(distributed: Any) -> None:
     ],
 )
 def test_the_first_call_that_differs_is_named_on_all_ranks(program: Any, says: str) -> None:
-    [text] = set(fork_ranks(told, program, ranks=4, timeout=60))
+    [text] = set(fork_ranks(told, program, ranks=4))
     assert re.match(says, text), text
     assert text.count(f"{Path(__file__).name}:") == 2
 

@@ -15,7 +15,7 @@ from tests.plans import KINDS
 WRONG_AND_SILENT = {"row_wise in another order", "uneven row_wise of TorchRec", "grid_shard of larger hosts"}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_what_is_accepted_is_looked_up_right() -> None:
     job = launch(["-m", "tests.multirank.planned"], ranks=4, env={"LOCAL_WORLD_SIZE": "2"}, timeout=150).check()
     for rank in job.ranks:

@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,12 @@ def run(folder: Path, command: Sequence[str], env: Mapping[str, str]) -> str:
         command, cwd=folder, env=shared, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        out, err = process.communicate(timeout=80)
+        out, err = process.communicate(timeout=120)
     finally:
         for pid in (process.pid, *marked(job)):
             if process.returncode is None or pid != process.pid:
-                os.kill(pid, 9)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, 9)
     assert process.returncode == 0, f"{out}\n{err}"
     return out
 
