@@ -147,11 +147,12 @@ def _provided(graph: Graph, step: Step, idle: tuple[str, ...]) -> tuple[str, ...
 def _objects(run: Run) -> list[tuple[Finding, Less]]:
     # A step that is not needed is found as a whole.
     whole = () if run.graph is None else not_needed(run.graph)
-    seen: defaultdict[tuple[Literal["loader", "group"], str, str], list[Unused]] = defaultdict(list)
+    seen: defaultdict[tuple[Literal["loader", "group"], str, str, bool], list[Unused]] = defaultdict(list)
     for one in run.unused:
-        seen[one.what, one.call_site, one.step].append(one)
+        # A line may make several, and what an iterator took is known only of those that have one.
+        seen[one.what, one.call_site, one.step, one.begun].append(one)
     found = []
-    for (what, place, step), made in seen.items():
+    for (what, place, step, _), made in seen.items():
         ranks = {one.rank for one in made}
         idle = {(one.rank, one.group) for one in made}
         # Ranks run the same lines: what only some of them left unused is needed.

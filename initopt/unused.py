@@ -49,34 +49,28 @@ class _Iterated:
         self.begun = False
         self.step = ""
         self.start = self.end = 0.0
-        self._used = False
-        self._last: Callable[[], Any] = _nothing
+        self._used = self._making = False
+        self._made: list[Callable[[], Any]] = []
 
     def begins(self, step: str) -> None:
         """One is about to be made, or an old one to begin anew, in this step."""
         self._used = self.used()
-        self.begun, self.step = True, step
+        self.begun, self.step, self._making = True, step, True
         self.start = self.end = time.perf_counter()
 
     def is_now(self, iterator: Any) -> None:
-        """It was made: watch this one, without keeping it."""
-        self.end = time.perf_counter()
+        """It was made: watch it, too, without keeping it. Batches may be taken of an earlier one later."""
+        self.end, self._making = time.perf_counter(), False
         try:
-            self._last = weakref.ref(iterator)
+            self._made.append(weakref.ref(iterator))
         except TypeError:
             self._used = True
 
     def used(self) -> bool:
         """Whether a batch was taken. One that is gone, or that does not count, was used."""
-        if self._used or not self.begun:
-            return self._used
         # Private: there is no public count of the batches that an iterator gave.
-        given = getattr(self._last(), "_num_yielded", None)
-        return given is None or given > 0
-
-
-def _nothing() -> None:
-    return None
+        given = (getattr(made(), "_num_yielded", None) for made in self._made)
+        return self._used or self._making or any(count is None or count > 0 for count in given)
 
 
 @dataclass

@@ -93,6 +93,20 @@ def test_an_iterator_that_gave_a_batch_or_is_gone(root: Path) -> None:
     assert unused(root, job) == []
 
 
+def test_an_iterator_that_gave_a_batch_after_a_second_one_was_made(root: Path) -> None:
+    """As in facebookresearch/dlrm, whose training loop chains an iterator and a filler of the same loader."""
+    from torch.utils.data import DataLoader
+
+    kept: list[Any] = []
+
+    def job(recorder: Recorder) -> None:
+        loader = DataLoader([1, 2])
+        kept.extend([loader, iter(loader), iter(loader)])
+        next(kept[1])
+
+    assert unused(root, job) == []
+
+
 def test_persistent_workers_that_begin_anew_were_used(root: Path) -> None:
     from torch.utils.data import DataLoader
 

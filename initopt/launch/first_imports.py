@@ -66,7 +66,7 @@ def import_first(
         earlier = Settings.now()
         reason = ""
         try:
-            with main_users() as used:
+            with main_users(space) as used:
                 taken = step.taken(space)
                 exec(step.code, space)
         except (Exception, SystemExit) as error:

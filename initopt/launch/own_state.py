@@ -154,13 +154,22 @@ class _WatchedMain(types.ModuleType):
     """A `__main__` that says who looks for what only the running script puts there."""
 
     users: ClassVar[list[str]]
+    script: ClassVar[Mapping[str, Any]]
 
     def __getattribute__(self, name: str) -> Any:
         user = _name(sys._getframe(1))
-        # It looks whether what it is asked about is the script's, and finds nothing in time.
-        if name not in _OF_ANY_MAIN and user != "inspect":
-            _WatchedMain.users.append(f"{user} looks for {name} in __main__")
-        return super().__getattribute__(name)
+        try:
+            return super().__getattribute__(name)
+        except AttributeError:
+            if name not in _WatchedMain.script:
+                # Nor has a rank's, such as the `__path__` that `from __main__ import` asks for, and pkg_resources'
+                # `__requires__`.
+                user = ""
+            raise
+        finally:
+            # That one looks whether what it is asked about is the script's, and finds nothing in time.
+            if name not in _OF_ANY_MAIN and user not in ("", "inspect"):
+                _WatchedMain.users.append(f"{user} looks for {name} in __main__")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "__class__":
@@ -169,10 +178,14 @@ class _WatchedMain(types.ModuleType):
 
 
 @contextmanager
-def main_users() -> Iterator[Sequence[str]]:
-    """Note who uses `__main__` in the block, in words: the script has not run, so what is there is not a rank's."""
+def main_users(script: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    """Note who uses `__main__` in the block, in words: the script has not run, so what is there is not a rank's.
+
+    `script` has what the script's own lines have put there by now.
+    """
     main = sys.modules["__main__"]
     users = _WatchedMain.users = []
+    _WatchedMain.script = script
     main.__class__ = _WatchedMain
     try:
         yield users

@@ -547,6 +547,21 @@ def test_a_module_that_uses_main_is_left_to_the_ranks(text: str) -> None:
         assert ranks.ended().out == "True True module\n"
 
 
+def test_a_module_that_looks_in_main_for_what_no_script_has_there_is_imported_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """pkg_resources does, which many packages import, and the import statement itself."""
+    looks = "import os\nPID = os.getpid()\ntry:\n    from __main__ import LATER\nexcept ImportError:\n    LATER = None"
+    write(
+        "import looks, os\nLATER = True\nprint(looks.PID == os.getppid(), looks.LATER)",
+        looks=looks,
+    )
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "True None\n"
+    assert "__main__" not in capfd.readouterr().err
+
+
 def test_a_rank_s_signals_are_those_of_a_process_that_the_agent_starts() -> None:
     write(
         "import handles\nimport signal\n"
