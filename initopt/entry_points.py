@@ -136,6 +136,7 @@ class Hooks:
         self.on = True
         self.unknown: dict[str, str] = {}
         """The libraries whose version no row knows, each with that version."""
+        self._known: dict[str, tuple[str, ...]] = {}
         ours = self._exit(sys.exit)
         self._replaced.append((sys, "exit", sys.exit, ours))
         sys.exit = ours
@@ -201,7 +202,15 @@ class Hooks:
         if version.startswith(versions):
             return True
         self.unknown[library] = version
+        self._known[library] = versions
         return False
+
+    def unknown_versions(self) -> str:
+        """What is said of `unknown`, a part of a sentence; empty where there are none."""
+        return "; ".join(
+            f"{library} {version} is not a known version ({', '.join(one.rstrip('.') for one in self._known[library])})"
+            for library, version in self.unknown.items()
+        )
 
     def _put(self, module: ModuleType, row: EntryPoint) -> None:
         owner, _, name = row.name.rpartition(".")

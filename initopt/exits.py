@@ -45,15 +45,22 @@ class Exits:
         self.finished = self.raised_again = False
         """Whether the program's first frame is known to have come to its end; and to have raised what it had caught."""
         self._outermost: FrameType | None = None
+        self._last: Exit | None = None
 
     def follow(self, raised: SystemExit, at: float) -> Exit | None:
-        """Learn what becomes of this exception; the same `Exit` each time. None on other threads, which it ends."""
+        """Learn what becomes of this exception; the same `Exit` each time. None on other threads, which it ends.
+
+        A process that `multiprocessing` has spawned exits a second time with the code of the first.
+        """
         if threading.current_thread() is not threading.main_thread():
             return None
         known = vars(raised).get(_NAME)
         if not isinstance(known, _Fate):
             code, words = _code(raised.code)
-            known = vars(raised)[_NAME] = _Fate(self, Exit(code, words, at))
+            last = self._last
+            again = last is not None and last.code == code and _ends_spawned_process()
+            self._last = last if last is not None and again else Exit(code, words, at)
+            known = vars(raised)[_NAME] = _Fate(self, self._last)
         return known.exit
 
     def begins(self, frame: FrameType | None) -> None:
@@ -94,6 +101,14 @@ class _Fate:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # A copy, or what another process gets, tells nobody.
         return object, ()
+
+
+def _ends_spawned_process() -> bool:
+    """Whether the function that runs such a process is exiting."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here.f_globals.get("__name__", "").partition(".")[0] == "initopt":
+        here = here.f_back
+    return here is not None and here.f_globals.get("__name__") == "multiprocessing.spawn"
 
 
 def _code(status: object) -> tuple[int, str]:

@@ -23,11 +23,12 @@ class StartupFailed(ExceptionGroup[Exception]):
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed, or is gone. `rank`, `step` and `elapsed` (seconds) are that rank's."""
+    """Another rank failed, or is gone. `rank`, `step` and `elapsed` (seconds) are that rank's; `step` may be empty."""
 
     def __init__(self, rank: int, step: str, elapsed: float, error: str) -> None:
-        where = f"in start-up step {step!r} " if step else ""
-        super().__init__(f"rank {rank} failed {where}after {elapsed:.1f} s: {error}")
+        # Outside of a step no time is known that means anything.
+        where = f" in start-up step {step!r} after {elapsed:.1f} s" if step else ""
+        super().__init__(f"rank {rank} failed{where}: {error}")
         self.rank = rank
         self.step = step
         self.elapsed = elapsed

@@ -40,7 +40,10 @@ ACKNOWLEDGE = 3.0
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a start-up, as every rank hears of it. `elapsed` is seconds since the step began."""
+    """The first failure of a start-up, as every rank hears of it. `elapsed` is seconds since the step began.
+
+    Outside of any, where `step` is empty, that says nothing.
+    """
 
     rank: int
     step: str
@@ -48,8 +51,8 @@ class Failure:
     error: str
 
     def __str__(self) -> str:
-        where = f"in step {self.step!r} " if self.step else ""
-        return f"rank {self.rank} failed {where}after {self.elapsed:.1f} s: {self.error}"
+        where = f" in step {self.step!r} after {self.elapsed:.1f} s" if self.step else ""
+        return f"rank {self.rank} failed{where}: {self.error}"
 
 
 class Peers:

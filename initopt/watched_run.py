@@ -421,9 +421,8 @@ class WatchedRun:
         if self._done:
             return
         self._done = True
-        if self._hooks.unknown:
-            libraries = ", ".join(f"{name} {version}" for name, version in self._hooks.unknown.items())
-            self._recorder.note(f"{libraries}: not a version that is known, so its steps were not looked for")
+        if unknown := self._hooks.unknown_versions():
+            self._recorder.note(f"{unknown}, so its steps were not looked for")
         if self._imports is not None:
             self._imports.imported, self._imports.outermost = _nobody, _nobody
         if current_recorder() is self._recorder:
@@ -487,12 +486,17 @@ class WatchedRun:
     def _say_no_record(self, how: str) -> None:
         if how:
             # Of one process, its own traceback or exit code says all there is.
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                _say(f"the script ended with {how}, before it had a process group, so there is no record of it")
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self._alone():
+                rank = os.environ.get("RANK")
+                on = f" on rank {rank}" if rank is not None else ""
+                _say(f"the script ended{on} with {how}, before it had a process group, so there is no record of it")
             return
         # Python says itself where there is no such script.
         if os.path.exists("".join(sys.argv[:1])) and self._alone() and os.environ.get("RANK", "0") == "0":
-            _say("the script ended without a process group or a training step, so there is no record of it")
+            if unknown := self._hooks.unknown_versions():
+                _say(f"there is no record of the script: {unknown}")
+            else:
+                _say("the script ended without a process group or a training step, so there is no record of it")
 
     def _steps_there_were(self) -> str:
         from initopt.runs import Run
@@ -531,7 +535,10 @@ class WatchedRun:
         if kept and last is not None and not exit_.after and not last.error.startswith("exit code "):
             exit_.after = last.error
         how = f"exit code {exit_.code}{_at(lines)}"
-        self._put_end(_exit_message(how, exit_), lines, exit_.at, kept=kept)
+        said = _exit_message(how, exit_)
+        self._put_end(said, lines, exit_.at, kept=kept)
+        if self._arrivals is not None:
+            self._arrivals.ends(exit_.after or said)
         return f"{how} after {exit_.after.partition(': ')[0]}" if exit_.after else how
 
     def _put_end(self, error: str, lines: tuple[Line, ...], at: float, *, kept: bool) -> None:

@@ -143,15 +143,15 @@ class Arrivals:
         if error is not None:
             self._news.set()
 
-    def ends(self, error: BaseException) -> None:
-        """The script ends with this error: its rank comes to no meeting any more."""
+    def ends(self, error: BaseException | str) -> None:
+        """The script ends with this error, or what is said of it: its rank comes to no meeting any more."""
         if self._store is None or self._off or os.getpid() != self._pid:
             return
         self._changed(failed=(replace(self._failure(error), for_good=True),))
         with suppress(Exception):
             self._put(self._connection())
 
-    def _failure(self, error: BaseException) -> Failed:
+    def _failure(self, error: BaseException | str) -> Failed:
         """The failure of the innermost step, with the cause of that in it which the error has come through."""
         found = failure_of(self._rank, self._status, error)
         if id(error) != self._failing or not self._status.failed:

@@ -94,12 +94,13 @@ class Status:
         return count > waits.number or (count == waits.number and not other)
 
 
-def failure_of(rank: int, was: Status, error: BaseException) -> Failed:
+def failure_of(rank: int, was: Status, error: BaseException | str) -> Failed:
     """The failure of the step that a rank was in."""
     left = was.steps[-1] if was.steps else ("", 0)
     if isinstance(error, PeerFailed):
         return Failed(left, error.rank, error.step, error.elapsed, error.error)
-    return Failed(left, rank, left[0], time.time() - was.since, describe(error))
+    said = describe(error) if isinstance(error, BaseException) else error
+    return Failed(left, rank, left[0], time.time() - was.since, said)
 
 
 def failed_from(data: dict[str, Any]) -> Failed:

@@ -157,5 +157,40 @@ def test_the_rank_that_failed_first_is_named_on_rank_0(tmp_path: Path) -> None:
     assert re.search(r"\n  rank 1: ValueError at failing.py:6: it is ill \(after \S+\)\n", summary(run).plain)
 
 
+SPAWNED = """
+import os, sys, torch
+from torch import distributed
+def work(rank):
+    distributed.init_process_group("gloo", rank=rank, world_size=2)
+    if rank == 1 and "exit" in sys.argv:
+        sys.exit(3)
+    if rank == 1:
+        raise ValueError("it is ill")
+    distributed.barrier()
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("raise", "exit code 1 at spawned.py:9 after ValueError at spawned.py:9: it is ill"), ("exit", "exit code 3 at")],
+)
+def test_what_a_spawned_rank_failed_of_is_said_and_ends_the_wait_of_the_others(
+    tmp_path: Path, how: str, said: str
+) -> None:
+    """multiprocessing catches it, and exits anew."""
+    (tmp_path / "spawned.py").write_text(SPAWNED)
+    [job] = start(tmp_path, "--optimize", str(tmp_path / "spawned.py"), how, ranks=1).ranks
+    assert job.returncode == 1
+    assert f"initopt: rank 1 failed first: {said}" in job.stderr
+    assert "no record of it" not in job.stderr
+    run = Run.latest(tmp_path)
+    assert run.first_to_fail == 1
+    mine = run.trailers[0].ended
+    assert mine is not None
+    assert f"PeerFailed at spawned.py:10: rank 1 failed: {said.partition(' after ')[2]}" in mine.error
+
+
 def _unnumbered(text: str) -> str:
     return re.sub(r"\d+\.\d+|pid[ =:]*\d+|0x[0-9a-f]+", "N", text)
