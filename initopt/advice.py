@@ -56,6 +56,7 @@ def _deferred(run: Run) -> list[Tip]:
     return [
         Tip(one.place, f"{one.what}: not needed for the first batch (initopt defer)", one.saves)
         for one in findings(run)
+        if one.worth_saying
     ]
 
 

@@ -49,6 +49,11 @@ class Finding:
     step: str = ""
     kept: tuple[str, ...] = ()
 
+    @property
+    def worth_saying(self) -> bool:
+        """Whether to speak of it where it was not asked for: not of a loader that mostly has cost nothing by then."""
+        return self.kind != "loader" or self.saves is not None
+
 
 Less = dict[int, dict[str, float]]
 """Seconds that each step of each rank takes less."""

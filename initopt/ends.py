@@ -52,10 +52,13 @@ def end_of(header: Header, trailer: Trailer) -> End:
 
 
 def first_to_fail(ends: Iterable[End]) -> End | None:
-    """The one that something ended first. None where there is none, or others were ended at about the same time."""
+    """The one that something ended first. None where there is none, or others were ended at about the same time.
+
+    Who was interrupted (Ctrl-C) has not failed, and who ends after that mostly ends of it.
+    """
     failed = sorted((end for end in ends if end.ended is not None), key=lambda end: end.at)
     alike = [end for end in failed[1:] if end.clock != failed[0].clock or end.at < failed[0].at + _AT_ONCE]
-    return failed[0] if failed and not alike else None
+    return failed[0] if failed and not alike and not _interrupted(failed[0]) else None
 
 
 def who_failed(ends: Sequence[End], world_size: int) -> Iterator[str]:
@@ -63,7 +66,7 @@ def who_failed(ends: Sequence[End], world_size: int) -> Iterator[str]:
     own = next((end.ended for end in ends if end.rank == 0), None)
     first = first_to_fail(ends)
     silent = sorted(set(range(world_size)) - {end.rank for end in ends})
-    others = [end for end in ends if end.rank and end.ended is not None]
+    others = [end for end in ends if end.rank and end.ended is not None and not _interrupted(end)]
     if others and (first is None or first.rank):
         named = first or min(others, key=lambda end: end.at)
         when = "" if own is None else " before rank 0" if first is not None else ", too"
@@ -74,6 +77,10 @@ def who_failed(ends: Sequence[End], world_size: int) -> Iterator[str]:
         yield f"rank {named.rank} failed{when}: {named.ended.error}{in_step}"
     if silent and (own is not None or others):
         yield f"not known yet: how rank{'s' if len(silent) > 1 else ''} {ranks_in_short(silent)} ended"
+
+
+def _interrupted(end: End) -> bool:
+    return end.ended is not None and end.ended.error.startswith("KeyboardInterrupt")
 
 
 def clock_of(header: Header) -> str:

@@ -138,7 +138,7 @@ def summary(run: Run, *, width: int = 80) -> View:
     if run.core_bound > _CORES_FULL * parts.total:
         full = f"CPU work that fills all cores of the host for {seconds(run.core_bound)}: overlap can't go below that"
         lines += wrap(full, width)
-    found = findings(run)
+    found = [one for one in findings(run) if one.worth_saying]
     data["not_needed"] = [asdict(one) for one in found]
     if found:
         whole = together(run) if any(f.saves for f in found) else None
@@ -151,7 +151,7 @@ def summary(run: Run, *, width: int = 80) -> View:
     more = [*(["compile"] if data["compile"] is not None else []), *(["imports"] if run.imported else [])]
     more += ["defer"] if found else []
     # All of them would not fit into a line.
-    lines += next_verbs(width, *["blame", "critical-chain", "plot", *more][-4 if more else -3 :])
+    lines += next_verbs(width, *["blame", "critical-chain", *more, "plot"][: 4 if more else 3])
     return View(tuple(lines), data)
 
 
@@ -539,6 +539,9 @@ def defer_view(run: Run, *, width: int = 80) -> View:
     said_of = [f"Looked at: {', '.join(_LOOKED_AT[what] for what in looked) or 'nothing'}."]
     for why in dict.fromkeys(unseen.values()):
         said_of.append(f"Not at {' and '.join(_LOOKED_AT[what] for what in unseen if unseen[what] == why)}: {why}.")
+    before = max((len(run.watched[rank].before) for rank in finished_ranks(run) if rank in run.watched), default=0)
+    if before and "imports" in looked:
+        said_of.append(f"Not at {count(before, 'package')} that were there before imports were watched.")
     looked_at = [line for text in said_of for line in wrap(text, width, QUIET)]
     if not found:
         lines += wrap("Nothing was found that the first batch did not need.", width)

@@ -719,7 +719,10 @@ def _short(path: Path) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"initopt: {text}", file=sys.stderr)
+    # A progress bar leaves its line open. It knows how to make room.
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    write = bars.write if bars is not None and getattr(bars, "_instances", None) else print
+    write(f"initopt: {text}", file=sys.stderr)
 
 
 def _nobody(_: object) -> None:

@@ -79,7 +79,7 @@ def test_the_account_says_how_the_proposals_fared() -> None:
 
 
 def test_torchrecs_log_counts_every_proposal(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     planner = fast_planner(topology=topology())
     plan(planner)
     told = account(planner)

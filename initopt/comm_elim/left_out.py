@@ -16,7 +16,7 @@ WHY: Mapping[str, str] = {
     "ec_metadata": "stands in the sharding plan, which every rank has",
     "mc_metadata": "follows from the sharding plan, which every rank has",
     "dp_tables": "several broadcasts of tables become one, and what is replaced right after is not sent",
-    "ddp_sync": "shapes and parameters are equal on all ranks",
+    "ddp_sync": "what is checked or sent is equal on all ranks",
 }
 """Why each rewrite may leave out what it leaves out, in a line."""
 

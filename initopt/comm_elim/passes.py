@@ -148,11 +148,12 @@ def _why(program: Program, met: Met) -> tuple[str, str]:
 
 
 def _named(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, those of one name told apart by a number."""
+    """The findings, those of one name told apart by a number, as they come in a start-up."""
     seen: dict[str, int] = {}
-    named = []
-    for finding in findings:
-        seen[finding.name] = seen.get(finding.name, 0) + 1
-        again = seen[finding.name]
-        named.append(finding if again == 1 else replace(finding, name=f"{finding.name}#{again}"))
+    named = list(findings)
+    for place in sorted(range(len(named)), key=lambda place: named[place].meetings[0].call.start):
+        finding = named[place]
+        again = seen[finding.name] = seen.get(finding.name, 0) + 1
+        if again > 1:
+            named[place] = replace(finding, name=f"{finding.name}#{again}")
     return named

@@ -31,15 +31,19 @@ def _outer(program: Program) -> list[Finding]:
             why = "what the ranks hold differs"
             more = f"This is what makes it equal. {_differs(met)}"
         findings.append(kept("ddp_sync", [met], why, f"{at(met)}: {why}. {more}"))
-    if equal and findings:
-        why = "goes with the sync, which stays"
-        findings.append(kept("ddp_sync", equal, why, f"{at(equal[0])}: {why}: what it found equal is not all."))
-    elif equal:
+    if findings:
+        # Shapes are compared by themselves.
+        sent = [met for met in equal if not _checks(met)]
+        equal = [met for met in equal if _checks(met)]
+        if sent:
+            why = "goes with the sync, which stays"
+            findings.append(kept("ddp_sync", sent, why, f"{at(sent[0])}: {why}: what it found equal is not all."))
+    if equal:
         sampled = any(met.same_digest().startswith(SAMPLED) for met in equal)
         read = "the same bytes, as far as they were read" if sampled else "the same bytes"
         proof = (
-            f"{at(equal[0])}: DistributedDataParallel compares the shapes of parameters, then sends rank "
-            f"{max(met.call.root for met in equal)}'s parameters to all.",
+            f"{at(equal[0])}: DistributedDataParallel compares the shapes of parameters"
+            + ("." if findings else f", then sends rank {max(met.call.root for met in equal)}'s parameters to all."),
             f"Before that each rank held {read} "
             f"({', '.join(f'{met.call.op}: sha256 {met.same_digest()}' for met in equal[:2])}). So nothing changes.",
             "With ddp_sync the Agreement compares checksums of shapes and of all values; where they differ, "
@@ -60,7 +64,7 @@ def _lookups(program: Program) -> list[Finding]:
             synced.append(met)
         elif synced:
             # Two modules before the first table: which of them it belongs to is not in the record.
-            checks = sum(one.call.op.startswith("_verify") for one in synced)
+            checks = sum(map(_checks, synced))
             same = all(_where(one) == _where(met) for one in synced)
             if checks <= 1 and same and not any(map(failed, [*synced, met])):
                 replaced.append((synced, met))
@@ -85,6 +89,10 @@ def _lookups(program: Program) -> list[Finding]:
             Finding("dp_lookup_sync", "drop", tuple(meetings), calls, reason, proof, "dp_tables", agreed=True)
         )
     return findings
+
+
+def _checks(met: Met) -> bool:
+    return met.call.op.startswith("_verify")
 
 
 def _stays(meetings: list[Met]) -> Finding:

@@ -65,6 +65,11 @@ def run(words: Sequence[str]) -> NoReturn:
         else:
             # Not from the current folder, which a module may have changed.
             _run_file(str(sys.modules["__main__"].__file__))
+    except KeyboardInterrupt as error:
+        # The interpreter ends by the signal, after it has called this.
+        hook, trace = sys.excepthook, _without_us(error.__traceback__)
+        sys.excepthook = lambda kind, error, _: hook(kind, error.with_traceback(trace), trace)
+        raise
     except Exception as error:
         kind, trace = type(error), _without_us(error.__traceback__)
         # As the interpreter leaves them.

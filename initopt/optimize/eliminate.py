@@ -27,6 +27,7 @@ def eliminate(together: Together, saying: Saying, *, plan: bool) -> Iterator[Non
     if elimination.left_out:
         saying.applied(NAME, elimination.summary(), left_out=elimination.left_out)
     for name, reason in elimination.kept.items():
-        saying.left(NAME, f"{name} is as in TorchRec: {reason}")
+        part = "in part " if name in elimination.left_out else ""
+        saying.left(NAME, f"{name} is {part}as in TorchRec: {reason}")
     if not elimination.left_out and not elimination.kept:
         saying.left(NAME, "there was no meeting of ranks to leave out")

@@ -356,7 +356,7 @@ class SearchProposer(Proposer):  # type: ignore[misc]
         self.proposers = [source.stock for source in self._sources]
         counts = found.counts
         self._write(dataclasses.replace(account(planner), fast=True, **dataclasses.asdict(counts)))
-        logger.info(
+        logger.debug(
             "%d proposals: %d pruned by a bound, %d cut while being placed, %d placed, %d did not fit",
             counts.proposals,
             counts.pruned,

@@ -23,6 +23,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from initopt.agreement import Agreement
 from initopt.cores import ranks_of_host
+from initopt.replaced import on_this_thread
 from initopt.sharding_plan.check import BY_HOST, PlanError
 from initopt.sharding_plan.fast import Account, account, foreign_parts
 from initopt.sharding_plan.plan_json import canonical, plan_digest
@@ -247,16 +248,24 @@ def _inputs(planner: Any, model: nn.Module, sharders: Sequence[Any]) -> dict[str
 
 @contextmanager
 def _reported_by(rank: int, planner: Any) -> Iterator[None]:
-    """Let the planner's statistics, which may write files, run on rank 0 only, as in TorchRec."""
-    stats = getattr(planner, "_stats", None)
-    if rank == 0 or not stats:
+    """Let the planner's statistics, which may write files, and what it logs come from rank 0 only, as in TorchRec."""
+    if rank == 0:
         yield
         return
-    planner._stats = []
+
+    def handle(log: logging.Logger, record: logging.LogRecord) -> None:
+        if record.levelno > logging.WARNING:
+            log.handle(record)
+
+    stats = getattr(planner, "_stats", None)
+    if stats:
+        planner._stats = []
     try:
-        yield
+        with on_this_thread(logging.Logger, "handle", handle):
+            yield
     finally:
-        planner._stats = stats
+        if stats:
+            planner._stats = stats
 
 
 def _digest(value: Any) -> bytes:
