@@ -18,7 +18,13 @@ _BLOCK = 624
 _BLOCKS = 200
 """So many blocks of 624 numbers may imports draw and still count as not having seeded the generator."""
 
-_TORCHMETRICS = "torchmetrics.utilities.prints"
+_LIGHTNING = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+_NOTE_RANK: Mapping[str, tuple[str, ...]] = {
+    "torchmetrics.utilities.prints": ("LOCAL_RANK",),
+    "lightning.fabric.utilities.rank_zero": _LIGHTNING,
+    "lightning_fabric.utilities.rank_zero": _LIGHTNING,
+}
+"""Modules that note their rank in `rank_zero_only.rank` at import: the first of these variables that is set."""
 
 OF_A_RANK = frozenset(
     {
@@ -30,10 +36,13 @@ OF_A_RANK = frozenset(
 """The variables that torchrun 2.13 sets for each rank."""
 
 _COPIERS = frozenset(
-    {"networkx.utils.backends", "tqdm.utils", "ctypes.util", "platform", "uuid", "initopt.launch.settings"}
+    {
+        *("networkx.utils.backends", "tqdm.utils", "fsspec.config", "dask.config"),
+        *("ctypes.util", "platform", "uuid", "initopt.launch.settings"),
+    }
 )
-"""Modules that go through all variables and mean no rank's: for those that begin with their own name (networkx and
-tqdm), to hand them to a program that tells what the system has (those of Python), or to see what imports change. torch,
+"""Modules that go through all variables and mean no rank's: for those that begin with their own name (the first four),
+to hand them to a program that tells what the system has (those of Python), or to see what imports change. torch,
 torchrec, fbgemm_gpu, numpy, sympy, tensordict and torchmetrics go through none."""
 
 _ON_BEHALF = ("os", "collections.abc", __name__)
@@ -120,7 +129,7 @@ class EnvironmentUse:
         asked: dict[str, list[str]] = {}
         for variable in sorted(own & self.users.keys()):
             for module in sorted(self.users[variable]):
-                if (module, variable) != (_TORCHMETRICS, "LOCAL_RANK"):
+                if variable not in _NOTE_RANK.get(module, ()):
                     asked.setdefault(module, []).append(variable)
         for module in sorted(self.copiers) if own else ():
             asked[module] = [f"all variables ({'RANK' if 'RANK' in own else min(own)} among them)"]
@@ -194,10 +203,15 @@ def main_users(script: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 
 
 def tell_known(before: Mapping[str, str]) -> None:
-    """Tell modules that are known to note their rank at import, when the environment was `before`: torchmetrics."""
-    only = getattr(sys.modules.get(_TORCHMETRICS), "rank_zero_only", None)
-    if only is not None and getattr(only, "rank", None) == int(before.get("LOCAL_RANK", "0")):
-        only.rank = int(os.environ.get("LOCAL_RANK", "0"))
+    """Tell modules that are known to note their rank at import, when the environment was `before`."""
+    for module, names in _NOTE_RANK.items():
+        only = getattr(sys.modules.get(module), "rank_zero_only", None)
+        if only is not None and getattr(only, "rank", None) == _rank(before, names):
+            only.rank = _rank(os.environ, names)
+
+
+def _rank(environment: Mapping[str, str], names: Sequence[str]) -> int:
+    return next((int(environment[name]) for name in names if name in environment), 0)
 
 
 class Generators:

@@ -562,6 +562,19 @@ def test_a_module_that_looks_in_main_for_what_no_script_has_there_is_imported_on
     assert "__main__" not in capfd.readouterr().err
 
 
+def test_modules_that_note_their_rank_have_each_rank_s_own(capfd: pytest.CaptureFixture[str]) -> None:
+    write(
+        "import os, lightning.fabric.utilities.rank_zero as lightning, torchmetrics.utilities.prints as torchmetrics\n"
+        "print(os.environ['RANK'], lightning.rank_zero_only.rank, torchmetrics.rank_zero_only.rank)"
+    )
+    with job("script.py") as ranks:
+        for number in (0, 1):
+            ranks.rank({"LOCAL_RANK": str(number)})
+            assert ranks.ended(number).out == f"{number} {number} {number}\n"
+    said = capfd.readouterr().err
+    assert "imported once, for all ranks: lightning.fabric.utilities.rank_zero, torchmetrics.utilities.prints (" in said
+
+
 def test_a_rank_s_signals_are_those_of_a_process_that_the_agent_starts() -> None:
     write(
         "import handles\nimport signal\n"
