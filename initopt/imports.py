@@ -413,9 +413,13 @@ class Places:
         return f"{inside if packages else path.removeprefix(folder)}:{frame.f_lineno}"
 
 
+_HANDS_ON = (__name__, "initopt.launch.settings")
+"""Here an import statement is handed on."""
+
+
 def _is_machinery(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return name == __name__ or (isinstance(name, str) and name.partition(".")[0] == "importlib")
+    return name in _HANDS_ON or (isinstance(name, str) and name.partition(".")[0] == "importlib")
 
 
 class _Use:

@@ -100,6 +100,8 @@ class Between:
         self._since: Moment | None = None
         self._first: Moment | None = None
         self._last: Moment | None = None
+        self.model_is_made = False
+        """Whether what is put in from here on is no model any more, such as a wrapper, or what a first batch makes."""
 
     def begins(self, at: Moment) -> None:
         """A step has ended."""
@@ -107,7 +109,7 @@ class Between:
 
     def module_put_in(self, at: Moment) -> None:
         """A module was put into another one."""
-        if self._since is not None:
+        if self._since is not None and not self.model_is_made:
             self._first, self._last = self._first or at, at
 
     def ends(self, at: Moment, error: str = "") -> None:

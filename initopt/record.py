@@ -114,7 +114,8 @@ class Header:
     is `stock`, `serial`, `overlap` or (with `initopt.run --optimize`) `optimized`. `labels` go with every number made
     from this run (for example `emulated: reader latency 4 s`). `cores` are those that this process may run on,
     `host_cores` all that the system sees. `goal` is the step that ends the start-up by `initopt.run --until`, under its
-    own name; empty where that is the first training step.
+    own name; empty where that is the first training step. `after_launcher` are the seconds that the process which
+    launched the rank (torchrun, `initopt launch`) had run by `process_start`; 0 where that is not known.
     """
 
     rank: int
@@ -133,6 +134,7 @@ class Header:
     zero: Literal["kernel", "import"] = "kernel"
     host_cores: int = 0
     goal: str = ""
+    after_launcher: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +362,7 @@ class Recorder:
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least 1, the run that is being recorded, stays")
         self._zero, self._process_start, self._zero_from = _process_start()
+        self._after_launcher = _after_launcher()
         self._job = job
         self._mode = mode
         self._end = FIRST_STEP
@@ -787,6 +790,7 @@ class Recorder:
             clock=_boot() or platform.node(),
             zero=self._zero_from,
             goal=self._end if self._end != FIRST_STEP else "",
+            after_launcher=self._after_launcher,
         )
 
     def _trailer(self) -> Trailer:
@@ -1021,13 +1025,34 @@ def _process_start() -> tuple[float, float, Literal["kernel", "import"]]:
     try:
         launcher, _ = _launched()
         process = launcher if os.getppid() == launcher else os.getpid()
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        age = since_boot - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        age = since_boot - _started(process)
     except (OSError, ValueError, IndexError):
         age = -1.0
     if age >= now - _IMPORTED:
         return now - age, unix - age, "kernel"
     return _IMPORTED, unix - (now - _IMPORTED), "import"
+
+
+def _after_launcher() -> float:
+    """How long the process that launched this rank had run by `_process_start`, 0 where that can't be known."""
+    # What `torch.distributed.elastic` sets for a rank that it starts, or starts anew.
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
+        return 0.0
+    try:
+        imported, _ = _launched()
+        first = imported if imported and os.getppid() == imported else os.getpid()
+        return max(0.0, _started(first) - _started(int(_stat(first)[1])))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _started(process: int) -> float:
+    """When a process was started, in seconds from the machine's boot."""
+    return int(_stat(process)[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(process: int) -> list[str]:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def forked() -> None:

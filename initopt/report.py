@@ -111,6 +111,9 @@ def summary(run: Run, *, width: int = 80) -> View:
     if len(finished_ranks(run)) > 1:
         first.append(f" (median rank {median}; slowest, rank {slowest}: {seconds(run.first_batch(slowest))})")
     lines += wrap(first, width)
+    launched = run.headers[median].after_launcher
+    if launched:
+        lines += wrap(f"{seconds(parts.total + launched)} after its launcher (such as torchrun) began", width, QUIET)
     meaning = {
         "work": "the longest chain of steps that need each other",
         "wait": "for slower ranks",
@@ -159,20 +162,21 @@ def blame_rows(run: Run, rank: int) -> list[Row]:
     """The steps of one rank, the longest first."""
     slack = run.graph.slack(per_step(run, rank, waits=True)) if run.graph is not None else {}
     inside = compiled_in(run, rank)
-    imported: dict[str, list[Span]] = {}
+    within: dict[str, list[Span]] = {}
     for one in sorted(run.of_rank(rank), key=lambda span: span.start - span.end):
-        if one.kind == "import" and one.step:
-            imported.setdefault(one.step, []).append(one)
+        if one.kind in ("import", "step") and one.step:
+            within.setdefault(one.step, []).append(one)
     rows = []
     for span in steps_of(run, rank):
         compiling = sum(one.end - one.start for one in inside.get((span.name, span.start), ()))
         notes = [f"failed: {span.error}" if span.error else _why(run, span)]
         notes.append(f"{seconds(compiling)} compiling" if compiling > SKEW else "")
-        packages: dict[str, float] = {}
-        for one in imported.get(span.name, ()):
-            packages[one.name] = packages.get(one.name, 0.0) + one.end - one.start
-        longest = sorted(packages.items(), key=lambda item: -item[1])[:2]
-        notes += [f"{package} {seconds(value)}" for package, value in longest]
+        parts: dict[str, float] = {}
+        for one in within.get(span.name, ()):
+            if one.kind == "import" or span.start <= one.start <= span.end:
+                parts[one.name] = parts.get(one.name, 0.0) + one.end - one.start
+        longest = sorted(parts.items(), key=lambda item: -item[1])[:2]
+        notes += [f"{part} {seconds(value)}" for part, value in longest if value >= SKEW]
         took, alone, note = span.end - span.start, work(span), ", ".join(note for note in notes if note)
         rows.append(Row(span.name, span.lane, took, alone, span.wait, slack.get(span.name), note, compiling))
     return sorted(rows, key=lambda row: -row.took)
@@ -608,9 +612,13 @@ def ett_view(
     width: int = 80,
 ) -> View:
     """The share of a job's wall time spent on new data with this start-up, and the gain over `baseline`."""
-    start = run.first_batch(slowest_rank(run))
+    # Imports that a launcher does for all ranks come before a rank has begun.
+    launched = all(one.after_launcher for one_run in filter(None, (run, baseline)) for one in one_run.headers.values())
+    since = "launcher" if launched else "worker"
+    start = _time_to_start(run, launched)
     ranks = len(run.headers)
     data = {**about(run), "time_to_start": start, "lost_work": lost_work, "baseline": None, "not_counted": NOT_COUNTED}
+    data["since"] = since
     lines = _head(run, width)
     if baseline is not None:
         new = [line for line in _label_lines(baseline, width) if line not in lines]
@@ -618,13 +626,13 @@ def ett_view(
     lines.append(Text("ETT% = 1 - (TTS + failures x TTR) / wall", style="bold"))
     rows: list[tuple[str, ...]]
     if baseline is None:
-        lines += wrap(f"TTS, worker start to first batch of the slowest rank: {seconds(start)}", width)
+        lines += wrap(f"TTS, {since} start to first batch of the slowest rank: {seconds(start)}", width)
         shares = [ett(job.wall, start, job.failures, time_to_recover(start, lost_work)) for job in jobs]
         data["jobs"] = [{**asdict(job), "ett": share} for job, share in zip(jobs, shares, strict=True)]
         rows = [("job", "failures", "ETT%")]
         rows += [(job.name, f"{job.failures:g}", f"~{100 * s:.2f}") for job, s in zip(jobs, shares, strict=True)]
     else:
-        before = baseline.first_batch(slowest_rank(baseline))
+        before = _time_to_start(baseline, launched)
         gains = gain(before, start, jobs, lost_work=lost_work, ranks=ranks)
         data["baseline"] = {**about(baseline), "time_to_start": before}
         data["jobs"] = [
@@ -632,7 +640,7 @@ def ett_view(
             for g in gains
         ]
         lines += wrap(
-            f"TTS, worker start to first batch of the slowest rank: {seconds(before)} ({_named(baseline)}) -> "
+            f"TTS, {since} start to first batch of the slowest rank: {seconds(before)} ({_named(baseline)}) -> "
             f"{seconds(start)} ({_named(run)})",
             width,
         )
@@ -647,6 +655,11 @@ def ett_view(
     lines += wrap("Start-up is paid 1 + failures times. Not counted: " + "; ".join(NOT_COUNTED) + ".", width, QUIET)
     lines += next_verbs(width, "bench")
     return View(tuple(lines), data)
+
+
+def _time_to_start(run: Run, launched: bool) -> float:
+    slowest = slowest_rank(run)
+    return run.first_batch(slowest) + (run.headers[slowest].after_launcher if launched else 0.0)
 
 
 def _named(run: Run) -> str:

@@ -50,10 +50,11 @@ THROWN_AWAY = "thrown_away_step"
 _MESSAGE = 100
 """Characters of an exception's message that are kept."""
 
+_DMP = "dmp"
 _STEPS: dict[Event, tuple[str, str]] = {
     "checkpoint": ("checkpoint", "pre_train"),
-    "derived": ("dmp", "train_module_creation"),
-    "dmp": ("dmp", "train_module_creation"),
+    "derived": (_DMP, "train_module_creation"),
+    "dmp": (_DMP, "train_module_creation"),
     "group": ("process_group", "process_group_init"),
     "loader": ("loader", "preproc_creation"),
     "new_group": ("new_group", "process_group_init"),
@@ -317,6 +318,10 @@ class WatchedRun:
             self._imports_end()
             self._between.ends(self._own.now())
 
+    def sharded(self) -> None:
+        """A model was sharded, so it was made."""
+        self._between.model_is_made = True
+
     def step_ended(self) -> None:
         """It has ended."""
         with self._fail_safe():
@@ -459,7 +464,9 @@ class WatchedRun:
         from initopt.runs import Run
 
         run = Run.load(recorder.path)
-        _say(f"{sentence(run, 0)} (rank 0, own cost {seconds(run.own_cost)})")
+        launched = run.headers[0].after_launcher
+        since = f"; {seconds(run.first_batch(0) + launched)} after its launcher began" if launched else ""
+        _say(f"{sentence(run, 0)} (rank 0, own cost {seconds(run.own_cost)}{since})")
         _say(f"{_short(recorder.path)}   next: initopt blame")
 
     def _say_no_first_batch(self, how: str) -> None:
@@ -642,6 +649,8 @@ class _Found(Recorder):
             self.in_last_step &= name != self._end
             if outermost:
                 watched.step_ended()
+            if name == _DMP:
+                watched.sharded()
         if name == self._end:
             watched.named_end()
 

@@ -40,6 +40,18 @@ def test_modules_that_are_put_together_are_the_model() -> None:
     assert pieces == [("train.py:10-12", 0, 1), ("model", 1, 3), ("train.py:13-20", 3, 4)]
 
 
+def test_what_is_put_together_after_the_model_was_sharded_is_none() -> None:
+    """Such as a wrapper, then data that is waited for, and what the first batch makes."""
+    pieces: list[str] = []
+    between = Between(lambda called, *_: pieces.append(called))
+    between.model_is_made = True
+    between.begins(at(0, (1, 10)))
+    between.module_put_in(at(1, (1, 12)))
+    between.module_put_in(at(4, (1, 13)))
+    between.ends(at(5, (1, 20)))
+    assert pieces == ["train.py:10-20"]
+
+
 def test_the_last_piece_has_the_error_in_which_the_program_ended_however_short_it_is() -> None:
     pieces: list[tuple[str, float, str]] = []
     between = Between(lambda called, _, end, error: pieces.append((called, end.time, error)))

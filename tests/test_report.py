@@ -169,6 +169,21 @@ def test_objects_of_all_ranks_must_have_been_watched(stock: Run) -> None:
     assert report.defer_view(without).data["looked_at"] == []
 
 
+def test_the_launcher_s_start_is_what_runs_are_compared_from(stock: Run, serial: Run) -> None:
+    def launched(run: Run, seconds: float) -> Run:
+        headers = {rank: replace(header, after_launcher=seconds) for rank, header in run.headers.items()}
+        return replace(run, headers=headers)
+
+    before, after = (report.ett_view(run).data["time_to_start"] for run in (stock, serial))
+    both = report.ett_view(launched(serial, 0.5), launched(stock, 2.0))
+    assert both.data["since"] == "launcher"
+    assert both.data["baseline"]["time_to_start"] == pytest.approx(before + 2.0)
+    assert both.data["time_to_start"] == pytest.approx(after + 0.5)
+    one = report.ett_view(launched(serial, 0.5), stock)
+    assert (one.data["since"], one.data["time_to_start"]) == ("worker", after)
+    assert "after its launcher (such as torchrun) began" in report.summary(launched(stock, 2.0)).plain
+
+
 def test_imports_that_were_not_recorded_are_no_view(stock: Run, unfinished: Run) -> None:
     with pytest.raises(RecordError, match=r"call initopt.record_imports\(\) before them"):
         report.imports_view(stock)

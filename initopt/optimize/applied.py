@@ -135,13 +135,15 @@ class Optimizing:
         if self._compiled is not None:
             with self._saying.costs_only("compile"):
                 self._compiled.keep()
+        early = "the job's store is not torchrun's, or no process group was made of it"
+        late = "only a rank that torchrun has started itself reaches the job's store early"
         unused = {
             "plan": "no sharding planner made a plan",
             "eliminate": "no DistributedModelParallel was made",
             "fill-once": "no DistributedModelParallel was made",
             "compile": "nothing was compiled before the first training step had ended",
             "gc": "the script has set the collector's thresholds",
-            "rendezvous": "the job's store is not torchrun's, or no process group was made of it",
+            "rendezvous": early if self._early is not None else late,
         }
         for name in NAMES:
             if name in self._on:

@@ -262,12 +262,13 @@ def test_launched_ranks_are_recorded_and_optimized_and_train_the_same(
     assert launch.code == 0, launch.err
     assert launch.out == sorted("".join(stock).splitlines())
     assert "initopt launch: imported once, for all ranks: torch, " in launch.err
-    assert "initopt: first batch after " in launch.err
+    assert re.search(r"initopt: first batch after .*; \S+ after its launcher began\)", launch.err)
     found = Run.load(tmp_path / "runs" / "0001")
     assert (found.warnings, finished_ranks(found)) == ((), [0, 1])
     for rank in (0, 1):
         assert re.fullmatch(r"imported once for all ranks: \d+\.\d s", *found.headers[rank].labels)
         assert found.headers[rank].zero == "kernel"
+        assert 0 < found.headers[rank].after_launcher < LIMIT
         names = [span.name for span in outer_steps(found.of_rank(rank))]
         steps = [name for name in names if ":" not in name and not name.startswith("import ")]
         assert steps == ["imports", "process_group", "model", "dmp", "first_step"]
