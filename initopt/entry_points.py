@@ -55,7 +55,7 @@ class EntryPoint:
 
 
 _TORCH = ("2.13.",)
-_TORCHREC = ("1.9.",)
+_TORCHREC = ("1.8.", "1.9.")
 _C10D = "torch.distributed.distributed_c10d"
 _PIPELINES = "torchrec.distributed.train_pipeline"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import traceback
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -81,6 +83,19 @@ def test_the_frames_of_other_code_stay() -> None:
         assert traceback.extract_tb(raised.__traceback__) == whole
         drop_own_frames(raised, os.path.join(here, "nowhere"))
         assert traceback.extract_tb(raised.__traceback__) == whole
+
+
+def test_another_torchrec_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = types.ModuleType("torchrec.version")
+    version.__version__ = "1.8.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchrec.version", version)
+    said = Said()
+    optimizing = Optimizing(NAMES, "train.py", "", said, is_script=False)
+    for event in ("plan", "dmp", "plan"):
+        assert optimizing.instead(event, len) is len
+    assert [(one.name, one.text) for one in said.all if isinstance(one, Optimized)] == [
+        (name, "torchrec 1.8.0 is not what was tested (1.9.*)") for name in ("plan", "eliminate", "fill-once")
+    ]
 
 
 @pytest.fixture

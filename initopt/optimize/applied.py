@@ -33,6 +33,7 @@ from initopt.optimize.together import Together
 _COMPILES = "torch._dynamo.callback"
 """The module that tells of compiles."""
 
+_TORCHREC = "1.9."
 _AT_DMP = {
     "plan": ("initopt.sharding_plan",),
     "eliminate": ("initopt.comm_elim.elimination", "initopt.comm_elim.default_plan"),
@@ -106,6 +107,8 @@ class Optimizing:
 
     def instead(self, event: Event, function: Callable[..., Any]) -> Callable[..., Any]:
         """What is called at an entry point in place of `function`."""
+        if event in ("plan", "dmp") and self._is_another_torchrec():
+            return function
         if event == "plan" and "plan" in self._on:
             return _clean(self._plan.instead(function))
         if (
@@ -117,6 +120,16 @@ class Optimizing:
         if event == "rendezvous" and self._early is not None:
             return self._early.instead(function)
         return function
+
+    def _is_another_torchrec(self) -> bool:
+        """Whether TorchRec is recorded, but not known well enough to change what it does, which is said then."""
+        version = str(getattr(sys.modules.get("torchrec.version"), "__version__", _TORCHREC))
+        if version.startswith(_TORCHREC):
+            return False
+        for name in _AT_DMP:
+            if name in self._on:
+                self._saying.never(name, f"torchrec {version} is not what was tested ({_TORCHREC}*)")
+        return True
 
     def loader_made(self, loader: Any, at: float) -> None:
         """A data loader was made, `at` this `time.perf_counter`."""
