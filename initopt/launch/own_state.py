@@ -168,17 +168,22 @@ class _WatchedMain(types.ModuleType):
     def __getattribute__(self, name: str) -> Any:
         user = _name(sys._getframe(1))
         try:
-            return super().__getattribute__(name)
+            found = super().__getattribute__(name)
         except AttributeError:
-            if name not in _WatchedMain.script:
-                # Nor has a rank's, such as the `__path__` that `from __main__ import` asks for, and pkg_resources'
-                # `__requires__`.
-                user = ""
+            # What the script has not put there by now is not in a rank's either, such as the `__path__` that
+            # `from __main__ import` asks for, and pkg_resources' `__requires__`.
+            if name in _WatchedMain.script:
+                _WatchedMain._looked(user, name)
             raise
-        finally:
-            # That one looks whether what it is asked about is the script's, and finds nothing in time.
-            if name not in _OF_ANY_MAIN and user not in ("", "inspect"):
-                _WatchedMain.users.append(f"{user} looks for {name} in __main__")
+        if name not in _OF_ANY_MAIN:
+            _WatchedMain._looked(user, name)
+        return found
+
+    @staticmethod
+    def _looked(user: str, name: str) -> None:
+        # It looks whether what it is asked about is the script's, and finds nothing in time.
+        if user != "inspect":
+            _WatchedMain.users.append(f"{user} looks for {name} in __main__")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "__class__":

@@ -164,12 +164,13 @@ class WarmWorkers:
 
     def end(self) -> None:
         """Let the process that forks go, and with it ranks that it still has."""
+        if self._process is not None and (self._refused or not self._ready):
+            # It is importing, or hangs in a fork, and would not notice. Before the connection is closed: where it does
+            # notice it ends, and what it has started is not known as its own any more.
+            kill((*descendants(self._process.pid), self._process.pid))
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            if self._refused or not self._ready:
-                # It is importing, or hangs in a fork, and would not notice.
-                kill((*descendants(self._process.pid), self._process.pid))
             self._process.wait()
         for rank in self._ranks:
             rank.poll(orphan=True)
