@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from initopt.launch import warm_workers
 from initopt.launch.warm_workers import ForkedRank, LaunchError, WarmWorkers
+from initopt.process_tree import descendants
 from tests.launch.forking import LIMIT, Job, job, plain
 from tests.multirank.launch import MARK, remaining
 
@@ -236,6 +238,18 @@ def test_a_module_that_leaves_something_behind_is_left_to_the_ranks(
     if "which" in reason:
         assert "To import all others once: --preload early,late" in said
     assert ("imported once, for all ranks: early (" in said) == bool(reason)
+
+
+def test_what_an_import_has_started_ends_though_the_agent_is_slow(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(pid: int) -> list[int]:
+        time.sleep(0.3)
+        return list(descendants(pid))
+
+    monkeypatch.setattr(warm_workers, "descendants", slow)
+    write("import odd", odd=LEFT["process that is forked"][0])
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().code == 0
 
 
 ENDS = {
