@@ -45,7 +45,8 @@ class Exits:
         self.finished = self.raised_again = False
         """Whether the program's first frame is known to have come to its end; and to have raised what it had caught."""
         self._outermost: FrameType | None = None
-        self._last: Exit | None = None
+        self.handed_on: Exit | None = None
+        """The one that `multiprocessing` has caught, whose code the process will end with."""
 
     def follow(self, raised: SystemExit, at: float) -> Exit | None:
         """Learn what becomes of this exception; the same `Exit` each time. None on other threads, which it ends.
@@ -57,15 +58,18 @@ class Exits:
         known = vars(raised).get(_NAME)
         if not isinstance(known, _Fate):
             code, words = _code(raised.code)
-            last = self._last
+            last = self.handed_on
             again = last is not None and last.code == code and _ends_spawned_process()
-            self._last = last if last is not None and again else Exit(code, words, at)
-            known = vars(raised)[_NAME] = _Fate(self, self._last)
+            mine = last if last is not None and again else Exit(code, words, at)
+            known = vars(raised)[_NAME] = _Fate(self, mine)
         return known.exit
 
     def begins(self, frame: FrameType | None) -> None:
-        """The program is running, `frame` is the first that is its own."""
-        if self._outermost is None:
+        """The program is running, `frame` is the first that is its own. It is kept if it is a script's.
+
+        That of a function, as in a process that was spawned, would keep its variables.
+        """
+        if self._outermost is None and frame is not None and frame.f_code.co_name == "<module>":
             self._outermost = frame
 
     def left_at(self) -> FrameType | None:
@@ -94,9 +98,12 @@ class _Fate:
 
     def __del__(self, caller: Callable[[int], FrameType] = sys._getframe) -> None:
         try:
-            caller(1)
+            caught_by = caller(1).f_globals.get("__name__")
         except ValueError:  # nobody calls
             self.exits.ended = self.exit
+        else:
+            if caught_by == "multiprocessing.process":
+                self.exits.handed_on = self.exit
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # A copy, or what another process gets, tells nobody.

@@ -1033,6 +1033,10 @@ def _process_start() -> tuple[float, float, Literal["kernel", "import"]]:
     return _IMPORTED, unix - (now - _IMPORTED), "import"
 
 
+_STARTS = 300.0
+"""Seconds. A launcher that has run for longer has started ranks before, or waited for other hosts."""
+
+
 def _after_launcher() -> float:
     """How long the process that launched this rank had run by `_process_start`, 0 where that can't be known."""
     # What `torch.distributed.elastic` sets for a rank that it starts, or starts anew.
@@ -1041,7 +1045,8 @@ def _after_launcher() -> float:
     try:
         imported, _ = _launched()
         first = imported if imported and os.getppid() == imported else os.getpid()
-        return max(0.0, _started(first) - _started(int(_stat(first)[1])))
+        before = _started(first) - _started(int(_stat(first)[1]))
+        return before if 0.0 < before < _STARTS else 0.0
     except (OSError, ValueError, IndexError):
         return 0.0
 

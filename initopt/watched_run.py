@@ -283,7 +283,10 @@ class WatchedRun:
             if isinstance(handled, Exception):
                 # It was mostly logged, and the exit code is all that the interpreter sees.
                 found.after = self.failure(handled)
-            while handled is not None:
+                found.lines = found.lines or self._own.raised(handled)
+            seen: set[int] = set()
+            while handled is not None and id(handled) not in seen:
+                seen.add(id(handled))
                 found.kept |= id(handled) == self._recorder.failed
                 handled = handled.__context__
         return found
@@ -499,7 +502,8 @@ class WatchedRun:
                 _say(f"the script ended{on} with {how}, before it had a process group, so there is no record of it")
             return
         # Python says itself where there is no such script.
-        if os.path.exists("".join(sys.argv[:1])) and self._alone() and os.environ.get("RANK", "0") == "0":
+        script = next(iter(sys.argv), None)
+        if isinstance(script, str) and os.path.exists(script) and self._alone() and os.environ.get("RANK", "0") == "0":
             if unknown := self._hooks.unknown_versions():
                 _say(f"there is no record of the script: {unknown}")
             else:
@@ -511,12 +515,14 @@ class WatchedRun:
         recorder = self._recorder
         assert recorder.path is not None
         spans = Run.load(recorder.path).of_rank(recorder.rank)
-        names = dict.fromkeys(span.name for span in spans if span.kind in ("step", "import"))
-        return f" (there were {', '.join(names)})" if names else ""
+        names = dict.fromkeys(span.name for span in spans if span.kind == "step" and not span.error)
+        return f" (its steps: {', '.join(names)})" if names else ""
 
     def _ended(self) -> str:
         """What has ended the script, without its message, left in the record; empty where it came to its end."""
-        left, raised = self._exits.left_at(), _uncaught()
+        left = self._exits.left_at()
+        # What else has shown an error leaves it there, too.
+        raised = None if self._exits.finished else _uncaught()
         here = (Line(id(left), os.path.basename(left.f_code.co_filename), left.f_lineno),) if left is not None else ()
         exit_ = None if self._exits.finished else self._exits.ended
         if raised is not None:
@@ -728,9 +734,12 @@ def _short(path: Path) -> str:
 
 
 def _say(text: str) -> None:
-    # A progress bar leaves its line open. It knows how to make room.
+    if sys.stderr is None:
+        return
+    # A progress bar leaves its line open. It knows how to make room, but does so on stdout, too.
     bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    write = bars.write if bars is not None and getattr(bars, "_instances", None) else print
+    files = [getattr(bar.fp, "_wrapped", bar.fp) for bar in list(getattr(bars, "_instances", None) or ())]
+    write = bars.write if files and bars is not None and all(file is sys.stderr for file in files) else print
     write(f"initopt: {text}", file=sys.stderr)
 
 

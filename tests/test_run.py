@@ -387,7 +387,30 @@ def test_a_step_that_is_named_so_ends_the_record(tmp_path: Path) -> None:
 def test_until_a_step_that_never_comes_says_so(tmp_path: Path) -> None:
     name = script(tmp_path, "import initopt\nwith initopt.step('model'):\n    pass")
     done = python(tmp_path, "-m", "initopt.run", "--until", "ready", name)
-    assert "the script ended without a step 'ready' (there were imports, model), and so does its record" in done.stderr
+    assert "the script ended without a step 'ready' (its steps: model), and so does its record" in done.stderr
+
+
+def test_an_error_that_was_only_shown_has_ended_nothing(tmp_path: Path) -> None:
+    text = (
+        "import code, initopt\nwith initopt.step('model'):\n    pass\ncode.InteractiveInterpreter().runsource('1 / 0')"
+    )
+    done = python(tmp_path, "-m", "initopt.run", script(tmp_path, text))
+    assert done.returncode == 0
+    assert "initopt: the script ended without a training step" in done.stderr
+    assert Run.latest(tmp_path / ".initopt").trailers[0].ended is None
+
+
+def test_an_exit_in_a_ring_of_exceptions(tmp_path: Path) -> None:
+    text = """
+        import sys
+        one, two = ValueError(1), ValueError(2)
+        one.__context__, two.__context__ = two, one
+        try:
+            raise one
+        except ValueError:
+            sys.exit(12)
+    """
+    assert python(tmp_path, "-m", "initopt.run", script(tmp_path, text)).returncode == 12
 
 
 def test_a_folder_that_can_t_be_written_costs_the_record_only(tmp_path: Path) -> None:

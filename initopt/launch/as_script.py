@@ -65,10 +65,7 @@ def run(words: Sequence[str]) -> NoReturn:
         else:
             # Not from the current folder, which a module may have changed.
             _run_file(str(sys.modules["__main__"].__file__))
-    except KeyboardInterrupt as error:
-        # The interpreter ends by the signal, after it has called this.
-        hook, trace = sys.excepthook, _without_us(error.__traceback__)
-        sys.excepthook = lambda kind, error, _: hook(kind, error.with_traceback(trace), trace)
+    except SystemExit:
         raise
     except Exception as error:
         kind, trace = type(error), _without_us(error.__traceback__)
@@ -77,6 +74,10 @@ def run(words: Sequence[str]) -> NoReturn:
         sys.last_exc = error  # type: ignore[attr-defined]
         sys.excepthook(kind, error.with_traceback(trace), trace)
         sys.exit(1)
+    except BaseException as error:
+        # Of some the interpreter does more than to tell them, such as to end by SIGINT.
+        _tell_without_us(_without_us(error.__traceback__))
+        raise
     finally:
         # What was frozen before the fork takes part in the last collection, as ever.
         gc.unfreeze()
@@ -92,6 +93,19 @@ def _run_file(path: str) -> None:
         print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         sys.exit(2)
     exec(compile(source, path, "exec", dont_inherit=True), vars(sys.modules["__main__"]))
+
+
+def _tell_without_us(trace: TracebackType | None) -> None:
+    """Let the interpreter tell what ends the script with this traceback."""
+    hook = getattr(sys, "excepthook", None)
+    if hook is None:
+        return
+
+    def tell(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        sys.excepthook = hook
+        hook(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = tell
 
 
 def _without_us(trace: TracebackType | None) -> TracebackType | None:

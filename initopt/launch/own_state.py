@@ -18,13 +18,7 @@ _BLOCK = 624
 _BLOCKS = 200
 """So many blocks of 624 numbers may imports draw and still count as not having seeded the generator."""
 
-_LIGHTNING = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-_NOTE_RANK: Mapping[str, tuple[str, ...]] = {
-    "torchmetrics.utilities.prints": ("LOCAL_RANK",),
-    "lightning.fabric.utilities.rank_zero": _LIGHTNING,
-    "lightning_fabric.utilities.rank_zero": _LIGHTNING,
-}
-"""Modules that note their rank in `rank_zero_only.rank` at import: the first of these variables that is set."""
+_TORCHMETRICS = "torchmetrics.utilities.prints"
 
 OF_A_RANK = frozenset(
     {
@@ -51,6 +45,10 @@ _ON_BEHALF = ("os", "collections.abc", __name__)
 _OF_ANY_MAIN = frozenset(
     {"__cached__", "__class__", "__file__", "__loader__", "__name__", "__package__", "__spec__"}
 )  # as `as_script` makes it
+
+
+_OF_NO_MAIN = frozenset({"__path__", "__requires__"})
+"""What `from __main__ import` asks for, and pkg_resources: no script has these, but one that sets them itself."""
 
 
 class _Watched(type(os.environ)):  # type: ignore[misc]
@@ -129,7 +127,7 @@ class EnvironmentUse:
         asked: dict[str, list[str]] = {}
         for variable in sorted(own & self.users.keys()):
             for module in sorted(self.users[variable]):
-                if variable not in _NOTE_RANK.get(module, ()):
+                if (module, variable) != (_TORCHMETRICS, "LOCAL_RANK"):
                     asked.setdefault(module, []).append(variable)
         for module in sorted(self.copiers) if own else ():
             asked[module] = [f"all variables ({'RANK' if 'RANK' in own else min(own)} among them)"]
@@ -170,9 +168,7 @@ class _WatchedMain(types.ModuleType):
         try:
             found = super().__getattribute__(name)
         except AttributeError:
-            # What the script has not put there by now is not in a rank's either, such as the `__path__` that
-            # `from __main__ import` asks for, and pkg_resources' `__requires__`.
-            if name in _WatchedMain.script:
+            if name not in _OF_NO_MAIN or name in _WatchedMain.script:
                 _WatchedMain._looked(user, name)
             raise
         if name not in _OF_ANY_MAIN:
@@ -195,7 +191,7 @@ class _WatchedMain(types.ModuleType):
 def main_users(script: Mapping[str, Any]) -> Iterator[Sequence[str]]:
     """Note who uses `__main__` in the block, in words: the script has not run, so what is there is not a rank's.
 
-    `script` has what the script's own lines have put there by now.
+    `script` has what those of the script's own lines have put there that were run.
     """
     main = sys.modules["__main__"]
     users = _WatchedMain.users = []
@@ -208,15 +204,10 @@ def main_users(script: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 
 
 def tell_known(before: Mapping[str, str]) -> None:
-    """Tell modules that are known to note their rank at import, when the environment was `before`."""
-    for module, names in _NOTE_RANK.items():
-        only = getattr(sys.modules.get(module), "rank_zero_only", None)
-        if only is not None and getattr(only, "rank", None) == _rank(before, names):
-            only.rank = _rank(os.environ, names)
-
-
-def _rank(environment: Mapping[str, str], names: Sequence[str]) -> int:
-    return next((int(environment[name]) for name in names if name in environment), 0)
+    """Tell modules that are known to note their rank at import, when the environment was `before`: torchmetrics."""
+    only = getattr(sys.modules.get(_TORCHMETRICS), "rank_zero_only", None)
+    if only is not None and getattr(only, "rank", None) == int(before.get("LOCAL_RANK", "0")):
+        only.rank = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class Generators:

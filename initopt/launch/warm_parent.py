@@ -97,9 +97,11 @@ def main() -> None:
         import_ahead(recorded[0].optimize)
     # What is here already is not walked through again by each rank's garbage collector, which would copy its pages.
     gc.freeze()
-    _Parent(control, start, use, handlers).fork_ranks()
+    parent = _Parent(control, start, use, handlers)
+    parent.fork_ranks()
     generators.fork()
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    # A restart has not waited for the imports, nor has a rank of a job to which hosts have come, which counts none.
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not parent.again:
         FORKED_FROM = own
     if "initopt.record" in sys.modules:
         from initopt.record import forked
@@ -146,6 +148,9 @@ class _Parent:
         self._start = start
         self._use = use
         self._ranks: dict[int, _Rank] = {}
+        self._forked: set[str] = set()
+        self.again = False
+        """In a rank: whether there was one in its place before."""
         self._handlers = handlers
         self._shielded: dict[int, Any] = {number: signal.getsignal(number) for number in SHIELDED}
 
@@ -197,6 +202,9 @@ class _Parent:
                 line.send(f"refused {reason}".encode())
             pid = 0
         else:
+            place = environment.get("LOCAL_RANK", "")
+            self.again = place in self._forked
+            self._forked.add(place)
             # A signal waits until its own handler is in place again.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
             pid = os.fork()

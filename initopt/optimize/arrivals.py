@@ -42,6 +42,8 @@ BEAT = 0.5
 """Seconds between two statuses of a rank. What the others should know at once is told at once."""
 LOOK = 0.2
 """Seconds between two looks of a rank that waits, and a little more for each rank of the job."""
+MOMENT = 2.0
+"""Seconds that who makes a group of some ranks waits for all."""
 FIRST = 1.0
 """Seconds that the first meeting waits for all ranks to say what they were started with."""
 ANSWER = 10.0
@@ -268,6 +270,7 @@ class Arrivals:
             waits=not meeting.async_op and (needs_all or is_root != from_root),
             # Private: nothing public tells a group's timeout.
             timeout=group._get_backend(sys.modules["torch"].device("cpu")).options._timeout.total_seconds(),
+            made=meeting.ranks if makes_group and len(meeting.ranks) < self._world else (),
         )
 
     def _next(self, store: Any, waits: Waits) -> Waits:
@@ -307,6 +310,10 @@ class Arrivals:
             if _is_left(state):
                 return None, state
             now = time.monotonic()
+            if waits.made and now > began + MOMENT:
+                # They may come much later: these ranks make it without them. That all make the same is looked at where
+                # they come at about the same time.
+                break
             if now >= looks_at:
                 looks_at = now + LOOK + 0.004 * self._world
                 if not look.begun:
@@ -443,7 +450,9 @@ class _Look:
         """What to raise, or why to leave it to torch."""
         self.begun = True
         waits = self._waits
-        missing = {rank: all_[rank] for rank in waits.needs if rank != self._rank and not all_[rank].came(waits)}
+        # Who is in no group that is made is not needed for it.
+        needs = waits.needs if not waits.made else waits.made if self._rank in waits.made else ()
+        missing = {rank: all_[rank] for rank in needs if rank != self._rank and not all_[rank].came(waits)}
         raised: Exception | None = None
         if failures.NAME in self._on:
             raised = self._failures.among(all_[self._rank], missing)

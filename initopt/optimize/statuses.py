@@ -16,6 +16,7 @@ class Waits:
     """A meeting that a rank has come to: the `number`th of its group. `needs` are the ranks that it waits for, if it
     `waits`; `timeout` (s) is the group's.
 
+    Of the making of a group of some ranks these are `made`; it is waited for the others for a moment only.
     `large` counts the meetings of all ranks of the job; it is 0 where this is none, or one that might return earlier.
     """
 
@@ -30,6 +31,7 @@ class Waits:
     large: int
     waits: bool
     timeout: float
+    made: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ def unpacked(text: bytes) -> Status:
     meeting = said["meeting"]
     said["steps"] = tuple((name, turn) for name, turn in said["steps"])
     if meeting:
-        said["meeting"] = Waits(**{**meeting, "members": tuple(meeting["members"]), "needs": tuple(meeting["needs"])})
+        ranks = {name: tuple(meeting[name]) for name in ("members", "needs", "made")}
+        said["meeting"] = Waits(**{**meeting, **ranks})
     said["failed"] = tuple(failed_from(one) for one in said["failed"])
     return Status(**said)

@@ -565,28 +565,30 @@ def test_a_module_that_looks_in_main_for_what_no_script_has_there_is_imported_on
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """pkg_resources does, which many packages import, and the import statement itself."""
-    looks = "import os\nPID = os.getpid()\ntry:\n    from __main__ import LATER\nexcept ImportError:\n    LATER = None"
-    write(
-        "import looks, os\nLATER = True\nprint(looks.PID == os.getppid(), looks.LATER)",
-        looks=looks,
+    looks = (
+        "import os\nPID = os.getpid()\ntry:\n    from __main__ import __requires__ as FOUND\nexcept Exception:\n    "
     )
+    write("import looks, os\nprint(looks.PID == os.getppid(), looks.FOUND)", looks=f"{looks}FOUND = None")
     with job("script.py") as ranks:
         ranks.rank()
         assert ranks.ended().out == "True None\n"
     assert "__main__" not in capfd.readouterr().err
+    write("__requires__ = 'this'\nimport looks, os\nprint(looks.PID == os.getppid(), looks.FOUND)")
+    with job("script.py") as ranks:
+        ranks.rank()
+        assert ranks.ended().out == "False this\n"
+    assert "looks looks for __requires__ in __main__" in capfd.readouterr().err
 
 
-def test_modules_that_note_their_rank_have_each_rank_s_own(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["def hook(): pass", "class hook: pass", "async def hook(): pass"])
+def test_a_module_that_looks_in_main_for_what_a_script_defines_is_left_to_the_ranks(text: str) -> None:
     write(
-        "import os, lightning.fabric.utilities.rank_zero as lightning, torchmetrics.utilities.prints as torchmetrics\n"
-        "print(os.environ['RANK'], lightning.rank_zero_only.rank, torchmetrics.rank_zero_only.rank)"
+        f"{text}\nimport looks, os\nprint(looks.PID == os.getpid(), looks.FOUND)",
+        looks="import os, __main__\nPID = os.getpid()\nFOUND = hasattr(__main__, 'hook')",
     )
     with job("script.py") as ranks:
-        for number in (0, 1):
-            ranks.rank({"LOCAL_RANK": str(number)})
-            assert ranks.ended(number).out == f"{number} {number} {number}\n"
-    said = capfd.readouterr().err
-    assert "imported once, for all ranks: lightning.fabric.utilities.rank_zero, torchmetrics.utilities.prints (" in said
+        ranks.rank()
+        assert ranks.ended().out == "True True\n"
 
 
 def test_a_rank_s_signals_are_those_of_a_process_that_the_agent_starts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -190,6 +191,44 @@ def test_what_a_spawned_rank_failed_of_is_said_and_ends_the_wait_of_the_others(
     mine = run.trailers[0].ended
     assert mine is not None
     assert f"PeerFailed at spawned.py:10: rank 1 failed: {said.partition(' after ')[2]}" in mine.error
+
+
+LATER = """
+import torch
+from torch import distributed
+distributed.init_process_group("gloo")
+rank, value = distributed.get_rank(), torch.zeros(1)
+if rank == 2:
+    distributed.recv(value, src=0)
+distributed.new_group([0, 1])
+if rank == 0:
+    distributed.send(value, dst=2)
+"""
+
+
+def test_a_group_of_some_is_made_though_another_rank_comes_to_it_later(tmp_path: Path) -> None:
+    (tmp_path / "later.py").write_text(LATER)
+    job = start(tmp_path, "--optimize", str(tmp_path / "later.py"), ranks=3)
+    assert [rank.returncode for rank in job.ranks] == [0, 0, 0]
+
+
+def test_a_spawned_rank_ends_without_its_variables(tmp_path: Path) -> None:
+    """As without: their destructors may write files, or end threads that are waited for."""
+    text = """
+        import torch
+        from torch import distributed
+        class Last:
+            def __del__(self):
+                print("gone", flush=True)
+        def work(rank):
+            last = Last()
+            distributed.init_process_group("gloo", rank=rank, world_size=2)
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(work, nprocs=2)
+    """
+    (tmp_path / "spawned.py").write_text(textwrap.dedent(text))
+    [job] = start(tmp_path, str(tmp_path / "spawned.py"), ranks=1).ranks
+    assert (job.returncode, job.stdout.split()) == (0, ["gone", "gone"])
 
 
 def _unnumbered(text: str) -> str:
