@@ -391,9 +391,12 @@ def test_until_a_step_that_never_comes_says_so(tmp_path: Path) -> None:
 
 
 def test_an_error_that_was_only_shown_has_ended_nothing(tmp_path: Path) -> None:
-    text = (
-        "import code, initopt\nwith initopt.step('model'):\n    pass\ncode.InteractiveInterpreter().runsource('1 / 0')"
-    )
+    text = """
+        import code, initopt
+        with initopt.step("model"):
+            pass
+        code.InteractiveInterpreter().runsource("1 / 0")
+    """
     done = python(tmp_path, "-m", "initopt.run", script(tmp_path, text))
     assert done.returncode == 0
     assert "initopt: the script ended without a training step" in done.stderr
