@@ -38,10 +38,11 @@ _turns = itertools.count()
 def one_order() -> Iterator[None]:
     """Raise Disagreement on all ranks at the first meeting of the block that is not the same on all of them.
 
-    All ranks enter such a block, for the time of a start-up: each call asks the store once more (about 0.1 ms on one
-    host). Only calls of this thread are compared: their operation, group and root, and the ranks and backend that a new
-    group is asked for. Ranks that wait in a call by then leave it: the connections that were made in the block are
-    shut, so that its process groups are of no use after. Calls of other threads are left alone.
+    All ranks enter such a block, for the time of a start-up: each call asks the store once more (0.2 ms for two ranks
+    of one host: `benchmarks/bench_meetings.py`). Only calls of this thread are compared: their operation, group and
+    root, and the ranks and backend that a new group is asked for. Ranks that wait in a call by then leave it: the
+    connections that were made in the block are shut, so that its process groups are of no use after. Calls of other
+    threads are left alone.
     """
     order = _Order()
     try:
