@@ -203,6 +203,7 @@ if rank == 2:
 distributed.new_group([0, 1])
 if rank == 0:
     distributed.send(value, dst=2)
+distributed.barrier()  # who leaves closes connections that another one may still be making
 """
 
 
